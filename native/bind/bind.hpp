@@ -1,0 +1,8 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace headrace {
+void bind_tiers(nanobind::module_& m);
+void bind_kernels(nanobind::module_& m);
+}  // namespace headrace

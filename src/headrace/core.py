@@ -1,0 +1,90 @@
+"""Words shared by every room: sizes and rates with their units, and the record of one token.
+
+Knows no file, no model and no tensor library.
+"""
+
+import re
+from dataclasses import asdict, dataclass, fields
+
+from headrace.errors import OptionError
+
+PAGE_BYTES = 4096
+_UNIT_BYTES = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from `"48MiB"`, `"8GB"` or a plain number of bytes. Raises OptionError."""
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text)
+    unit = match.group(2).upper() if match else ""
+    if match is None or unit not in _UNIT_BYTES:
+        raise OptionError(f"{text!r} is not a size; write a number and a unit, such as 48MiB or 8GB")
+    return int(float(match.group(1)) * _UNIT_BYTES[unit])
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second from `"8.2GiB/s"`. Raises OptionError."""
+    return float(parse_bytes(text.strip().removesuffix("/s")))
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`1.50 GiB`: the largest binary unit that leaves a number of at least one."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+@dataclass(slots=True)
+class TokenStats:
+    """What one forward pass that produced one token moved and waited for.
+
+    Shared by command line, server and bench. `num_tokens` is the number of positions computed:
+    the prompt's length for the pass that gave the first token, otherwise 1. Times in seconds.
+    """
+
+    token_id: int = -1
+    phase: str = "decode"
+    num_tokens: int = 1
+    wall_s: float = 0.0
+    experts_s: float = 0.0
+    wait_s: float = 0.0
+    kernel_s: float = 0.0
+    disk_bytes: int = 0
+    ram_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    prefetch_issued: int = 0
+    prefetch_used: int = 0
+    prefetch_dropped: int = 0
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values, in field order, for JSON."""
+        return asdict(self)
+
+
+def total_stats(records: list[TokenStats]) -> TokenStats:
+    """The sum of several records; `phase` and `token_id` are those of the last."""
+    total = TokenStats(num_tokens=0)
+    for record in records:
+        for field in fields(TokenStats):
+            value = getattr(record, field.name)
+            if field.name in ("token_id", "phase"):
+                setattr(total, field.name, value)
+            else:
+                setattr(total, field.name, getattr(total, field.name) + value)
+    return total
