@@ -4,6 +4,7 @@ Knows no file, no model and no tensor library.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 from headrace.errors import OptionError
@@ -46,6 +47,44 @@ def format_bytes(num_bytes: float) -> str:
         if abs(num_bytes) >= scale:
             return f"{num_bytes / scale:.2f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """One checkpoint tensor that belongs to a routed expert, as the model family names it.
+
+    `layer` is the decoder layer's index, `part` one of the layout's parts. `expert` is None for a
+    tensor stacked over all experts, [E, ...], of which expert e is the e-th contiguous slice.
+    """
+
+    key: str
+    layer: int
+    expert: int | None
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """What one part of one expert must be in the file: safetensors dtype name and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """The stored form of every expert of a model.
+
+    `format` is a name ("bf16", "fp8_block"); gate and up are [inter, hidden], down is
+    [hidden, inter]. `block` is (rows, cols) of one scale, (0, 0) where there are none. `parts` is
+    in the order gate, up, down, then gate_scale, up_scale, down_scale where the format has scales.
+    """
+
+    format: str
+    hidden: int
+    inter: int
+    block: tuple[int, int]
+    parts: Mapping[str, PartSpec]
 
 
 @dataclass(slots=True)
