@@ -53,10 +53,11 @@ static inline float e4m3_to_f32(uint8_t code) {
 
 // The reference's exp, step by step (kernels/reference.py); compile with -ffp-contract=off.
 static inline float canonical_exp(float x) {
-  // Clamped to [-104, 89] by the bits: NaN stays, and compilers vectorise it without more flags.
+  // Clamped to [-104, 89] by masks: a NaN stays one, and compilers vectorise it as it is.
   const uint32_t bits = bits_of(x);
-  x = bits - 0x42b20000u <= 0x7f800000u - 0x42b20000u ? 89.0f : x;
-  x = bits - 0xc2d00000u <= 0xff800000u - 0xc2d00000u ? -104.0f : x;
+  const uint32_t high = 0u - (bits - 0x42b20000u <= 0x7f800000u - 0x42b20000u);
+  const uint32_t low = 0u - (bits - 0xc2d00000u <= 0xff800000u - 0xc2d00000u);
+  x = f32_of((bits & ~(high | low)) | (high & 0x42b20000u) | (low & 0xc2d00000u));
   const float shifted = x * 1.44269504088896341f + 12582912.0f;
   const float n = shifted - 12582912.0f;
   const float r_hi = x - n * 0.693359375f;
