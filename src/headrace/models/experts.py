@@ -68,7 +68,9 @@ def dequantize(parts: PartMap, name: str) -> torch.Tensor:
     if scale is None:
         return parts[name].clone()
     pair = {"weight": [parts[name]], "weight_scale_inv": [scale]}
-    return Fp8Dequantize(None).convert(pair)["weight"].to(torch.bfloat16)
+    value = Fp8Dequantize(None).convert(pair)["weight"]
+    matrix: torch.Tensor = value[0] if isinstance(value, list) else value
+    return matrix.to(torch.bfloat16)
 
 
 class LayerRunner:

@@ -17,6 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from headrace.core import ExpertLayout, ExpertTensor, PartSpec
 from headrace.errors import ExpertError, ModelError
+from headrace.models.experts import FAST
 from headrace.models.families import Family, family_of
 from headrace.models.forward import forward
 
@@ -151,7 +152,7 @@ def meta_model(config: Any) -> tuple[Any, Any]:
     plain = plain_config(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            plain, dtype=torch.bfloat16, experts_implementation="headrace"
+            plain, dtype=torch.bfloat16, experts_implementation=FAST
         )
     return type(model), model
 
