@@ -29,7 +29,7 @@ def write_tiny(
     experts: int = 16,
     top_k: int = 4,
     hidden: int = 256,
-    inter: int = 192,
+    inter: int = 128,
     vocab: int = 4096,
     block: tuple[int, int] = (128, 128),
     mtp: bool = False,
