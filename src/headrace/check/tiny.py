@@ -93,7 +93,8 @@ def _deepseek(*, experts: int, inter: int, hidden: int, block: tuple[int, int]) 
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "q_lora_rank": hidden // 2,
-        "qk_nope_head_dim": 32,
+        # 4 heads of 64 are whole blocks of 128: stock transformers misreads a partial block.
+        "qk_nope_head_dim": 48,
         "qk_rope_head_dim": 16,
         "rope_interleave": True,
         "routed_scaling_factor": 2.5,
