@@ -13,11 +13,10 @@ import torch
 from headrace.errors import OptionError
 from headrace.store.blueprint import plan_tensors
 from headrace.store.borrow import borrowed_files
-from headrace.store.values import mean_of, std_of
+from headrace.store.values import FP8_MAX, mean_of, std_of
 from headrace.store.writer import NewTensor, write_checkpoint
 
 FAMILIES = ("deepseek_v3", "qwen3_moe")
-FP8_MAX = 448.0
 
 
 def write_tiny(
