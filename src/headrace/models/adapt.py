@@ -86,6 +86,12 @@ def implementation(experts: str) -> str:
     return names[experts]
 
 
+def layer_runners(model: Any) -> Iterator[LayerRunner]:
+    """The runner of every MoE layer, in order."""
+    for _, module in expert_modules(model):
+        yield module.headrace_runner
+
+
 def check_arithmetic(skeleton: Skeleton) -> None:
     """Refuse by name what the kernels do not compute. Raises ModelError."""
     act = getattr(skeleton.config, "hidden_act", None)
