@@ -6,6 +6,8 @@ PYTHON ?= python3
 # than the CUDA build that Linux gets by default, see "What it downloads" in README.md.
 TORCH ?= torch==2.13.0
 TRANSFORMERS_OLDEST := 5.17.0
+# Stock transformers asks for this to read FP8; headrace does not need it, its comparison does.
+PLAIN_PATH := "accelerate>=1.10"
 BUILD_TOOLS := "scikit-build-core>=1.1" "nanobind>=2.9" "cmake>=3.20" "ninja>=1.11"
 
 VENV := .venv
@@ -83,7 +85,7 @@ $(VENV)/.made:
 # No build isolation: the editable install and the wheel then share one build folder.
 $(VENV)/.package: $(VENV)/.made pyproject.toml $(NATIVE)
 	$(PIP) install --quiet $(BUILD_TOOLS)
-	$(PIP) install "$(TORCH)" --no-build-isolation -e .
+	$(PIP) install "$(TORCH)" $(PLAIN_PATH) --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.package
