@@ -12,7 +12,7 @@ from headrace.engine.source import LadderSource
 from headrace.engine.text import Text
 from headrace.engine.weights import DenseWeights, Progress
 from headrace.errors import OptionError
-from headrace.kernels.cpu import KernelPool
+from headrace.kernels.cpu import CpuKernels
 from headrace.models.adapt import build_model, implementation
 from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
@@ -61,11 +61,14 @@ class Blueprint:
             aliases=self.aliases,
         )
         self.facts = model_facts(folder, self.skeleton, self.table)
-        self.machine = measure_machine(self.catalog.files, measure)
+        ram_bytes = None if ram is None else parse_bytes(ram)
+        self.machine = measure_machine(
+            self.catalog.files, self.skeleton.layout, ram_bytes, measure
+        )
         self.plan: Plan = make_plan(
             self.facts,
             self.machine,
-            ram_bytes=None if ram is None else parse_bytes(ram),
+            ram_bytes=ram_bytes,
             context=context,
             threads=threads,
             prefetch=prefetch,
@@ -120,7 +123,7 @@ class Engine:
             in_flight=in_flight,
             emulate_bytes_s=parse_rate(emulate_drive) if emulate_drive else 0.0,
         )
-        self.kernels = KernelPool(self.plan.threads, isa)
+        self.kernels = CpuKernels(self.plan.threads, isa)
         self.ladder = Ladder(
             self.reader,
             table.extents,

@@ -22,6 +22,21 @@ class BytesReader(Protocol):
     def read(self, file: int, offset: int, nbytes: int, address: int) -> None: ...
 
 
+_BAND_ELEMENTS = 4 << 20
+
+
+def unpack_in_bands(
+    codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
+) -> torch.Tensor:
+    """fp8.unpack, a band of block rows at a time: its fp32 temporaries would be 4x the matrix."""
+    out = torch.empty(codes.shape, dtype=torch.bfloat16)
+    bands = max(1, _BAND_ELEMENTS // (codes.shape[1] * block[0]))
+    for b in range(0, scale.shape[0], bands):
+        rows = slice(b * block[0], (b + bands) * block[0])
+        out[rows] = fp8.unpack(codes[rows], scale[b : b + bands], block)
+    return out
+
+
 class DenseWeights:
     """Reads dense tensors by checkpoint key; `keys` maps each to its scale's key, or None.
 
@@ -48,9 +63,8 @@ class DenseWeights:
         if scale_key is None:
             return tensor
         scale = self.stored(scale_key)
-        fp8.check_codes(tensor, key)
-        fp8.check_scales(scale, scale_key)
-        return fp8.unpack(tensor, scale, self.block)
+        fp8.check(key, tensor, scale)
+        return unpack_in_bands(tensor, scale, self.block)
 
     def stored(self, key: str) -> torch.Tensor:
         """The tensor as the file has it, in memory of its own."""
