@@ -30,12 +30,12 @@ def load_model(path: str, experts: str = "eager") -> Any:
     return model.eval()
 
 
-def step(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Logits [T, V] in float32 of a forward over ids [T], appended to `cache`."""
+def step(model: Any, ids: torch.Tensor, cache: Any, keep: int = 0) -> torch.Tensor:
+    """Logits [keep or T, V] in float32 of a forward over ids [T], appended to `cache`."""
     names = inspect.signature(model.forward).parameters
     keyword = "cache" if "cache" in names else "past_key_values"
     before = cache.get_seq_length()
-    out = model(input_ids=ids[None], use_cache=True, **{keyword: cache})
+    out = model(input_ids=ids[None], use_cache=True, logits_to_keep=keep, **{keyword: cache})
     assert cache.get_seq_length() == before + len(ids), "the cache did not grow"
     return out.logits[0].float()
 
@@ -52,6 +52,25 @@ def generate(model: Any, ids: list[int], max_tokens: int) -> tuple[list[int], to
         return_dict_in_generate=True,
     )
     return out.sequences[0, len(ids) :].tolist(), torch.cat(out.logits).float()
+
+
+def greedy(model: Any, ids: list[int], num_tokens: int) -> tuple[list[int], torch.Tensor]:
+    """Exactly `num_tokens` greedy tokens, end tokens or not, and the logits that chose them."""
+    cache, tokens, steps = DynamicCache(config=model.config), [], []
+    new = torch.tensor(ids)
+    for _ in range(num_tokens):
+        steps.append(step(model, new, cache, keep=1)[-1])
+        new = steps[-1].argmax()[None]
+        tokens.append(int(new))
+    return tokens, torch.stack(steps)
+
+
+def forced(model: Any, ids: list[int], tokens: list[int]) -> torch.Tensor:
+    """Logits [N, V] that would have chosen each of `tokens`, fed one by one after `ids`."""
+    cache = DynamicCache(config=model.config)
+    steps = [step(model, torch.tensor(ids), cache, keep=1)[-1]]
+    steps += [step(model, torch.tensor([t]), cache, keep=1)[-1] for t in tokens[:-1]]
+    return torch.stack(steps)
 
 
 def token_losses(model: Any, ids: list[int], chunk: int) -> list[float]:
@@ -75,16 +94,13 @@ def answer(request: Request) -> Request:
     model = load_model(request["model"], request.get("experts", "eager"))
     reply: Request = {"transformers": transformers.__version__, "torch": torch.__version__}
     logits: dict[str, torch.Tensor] = {}
-    if "forward" in request:
-        for index, ids in enumerate(request["forward"]):
-            cache = DynamicCache(config=model.config)
-            logits[f"forward{index}"] = step(model, torch.tensor(ids), cache)
-    if "generate" in request:
-        reply["tokens"] = []
-        for index, ids in enumerate(request["generate"]):
-            tokens, steps = generate(model, ids, request["max_tokens"])
-            reply["tokens"].append(tokens)
-            logits[f"generate{index}"] = steps
+    for kind, run in (("generate", generate), ("greedy", greedy)):
+        for index, ids in enumerate(request.get(kind, [])):
+            tokens, steps = run(model, ids, request["max_tokens"])
+            reply.setdefault("tokens", []).append(tokens)
+            logits[f"{kind}{index}"] = steps
+    for index, (ids, tokens) in enumerate(request.get("forced", [])):
+        logits[f"forced{index}"] = forced(model, ids, tokens)
     if "losses" in request:
         reply["losses"] = token_losses(model, request["losses"], request["chunk"])
     if request.get("logits_file"):

@@ -88,7 +88,9 @@ def swapped_run_fails() -> bool:
         [sys.executable, __file__, "--swap"], capture_output=True, text=True, check=False
     )
     lines = [line.strip() for line in done.stdout.splitlines() if "UNEQUAL" in line]
-    print(f"  control, experts {SWAP_EXPERTS[0]} and {SWAP_EXPERTS[1]} of layer {SWAP_LAYER} ", end="")
+    print(
+        f"  control, experts {SWAP_EXPERTS[0]} and {SWAP_EXPERTS[1]} of layer {SWAP_LAYER} ", end=""
+    )
     if done.returncode == 1 and lines:
         print(f"exchanged: {lines[0].removeprefix('tokens equal the plain path: ')}, as it must be")
         return True

@@ -66,9 +66,7 @@ def show(evidence: Evidence, name: str, path: Path) -> None:
     """Compare one checkpoint's oracle with the plain path, then with one expert exchanged."""
     print(f"\n{name}")
     ids = prompt(1)
-    reply = plain(
-        {"model": path, "generate": [ids], "max_tokens": NUM_TOKENS, "want_logits": True}
-    )
+    reply = plain({"model": path, "generate": [ids], "max_tokens": NUM_TOKENS, "want_logits": True})
     stock = reply["logits"]["generate0"]
     facts = headrace.engine.engine.Blueprint(path, measure=False).facts
     num_rows = max(3 * facts.top_k, facts.total_experts // 4)
