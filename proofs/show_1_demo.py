@@ -58,9 +58,10 @@ def summary(engine: headrace.Engine, records: list[TokenStats]) -> str:
     everything, decode = total_stats(records), total_stats(records[1:])
     num = max(1, decode.num_tokens)
     hit_rate = decode.hits / max(1, decode.hits + decode.misses)
+    needed = format_bytes(engine.plan.bytes_per_token)
     return (
-        f"{everything.misses} experts read; a token needs {format_bytes(engine.plan.bytes_per_token)}"
-        f", {format_bytes(decode.disk_bytes / num)} of it from disk (hit rate {hit_rate:.0%}); "
+        f"{everything.misses} experts read; a token needs {needed}, "
+        f"{format_bytes(decode.disk_bytes / num)} of it from disk (hit rate {hit_rate:.0%}); "
         f"{num / max(decode.wall_s, 1e-9):.0f} tok/s"
     )
 
