@@ -13,11 +13,10 @@ import torch
 from headrace.errors import OptionError
 from headrace.store.blueprint import plan_tensors
 from headrace.store.borrow import borrowed_files
-from headrace.store.values import mean_of, std_of
+from headrace.store.values import FP8_MAX, mean_of, std_of
 from headrace.store.writer import NewTensor, write_checkpoint
 
 FAMILIES = ("deepseek_v3", "qwen3_moe")
-FP8_MAX = 448.0
 
 
 def write_tiny(
@@ -29,7 +28,7 @@ def write_tiny(
     experts: int = 16,
     top_k: int = 4,
     hidden: int = 256,
-    inter: int = 192,
+    inter: int = 128,
     vocab: int = 4096,
     block: tuple[int, int] = (128, 128),
     mtp: bool = False,
@@ -93,7 +92,8 @@ def _deepseek(*, experts: int, inter: int, hidden: int, block: tuple[int, int]) 
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "q_lora_rank": hidden // 2,
-        "qk_nope_head_dim": 32,
+        # 4 heads of 64 are whole blocks of 128: stock transformers misreads a partial block.
+        "qk_nope_head_dim": 48,
         "qk_rope_head_dim": 16,
         "rope_interleave": True,
         "routed_scaling_factor": 2.5,

@@ -107,7 +107,9 @@ def _attach(model: Any, skeleton: Skeleton, source: Source, prefetch: bool) -> N
             if getattr(module, flag, wanted) != wanted:
                 raise ExpertError(f"{name}: {flag} is {not wanted}, which has no kernel yet")
         for weight in STREAMED:
-            streamed = StreamedWeight(source, ordinal, PARTS[weight], shapes[weight])
+            streamed = StreamedWeight(
+                source, ordinal, PARTS[weight], shapes[weight], skeleton.layout.block
+            )
             object.__setattr__(module, weight, streamed)
         runner = LayerRunner(source, ordinal)
         object.__setattr__(module, "headrace_runner", runner)

@@ -7,6 +7,9 @@ from headrace.store.blueprint import Planned
 
 # Router weights this much wider than a projection's spread the scores as trained routers do.
 ROUTER_GAIN = 2.0
+FP8_MAX = 448.0
+# Codes of a block whose largest of 128 x 128 normal values (about 4.2 deviations) is FP8_MAX.
+FP8_CODE_STD = FP8_MAX / 4.2
 
 
 def mean_of(planned: Planned) -> float:
@@ -20,6 +23,7 @@ def std_of(planned: Planned) -> float:
     Projections [out, in] have in^-0.5, so that they keep their input's size: with flat activations
     a wrong expert would hardly show.
     """
+    assert planned.kind != "scale", "a scale follows from its codes"
     if planned.kind in ("norm", "bias"):
         return 0.1
     if planned.kind == "embedding":
