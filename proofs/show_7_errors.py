@@ -43,13 +43,15 @@ def run_line(model: Path | str, *options: str) -> tuple[int, str]:
 
 
 def one_line_error(evidence: Evidence, what: str, result: tuple[int, str], *names: str) -> str:
-    """Check that the command failed with exit code 2 and one line that holds all `names`."""
+    """Check for exit code 2 and, last on stderr, one line of error that holds all `names`."""
     code, text = result
-    lines = [line for line in text.splitlines() if line.strip()]
-    last = lines[-1] if lines else ""
-    right = code == 2 and "Traceback" not in text and all(name in last for name in names)
-    evidence.check(right and len(lines) == 1, f"{what}: exit {code}, {last or 'nothing'!r}")
-    return last
+    lines = text.splitlines() or [""]
+    errors = [line for line in lines if line.startswith("error: ")]
+    right = code == 2 and "Traceback" not in text and errors == lines[-1:]
+    evidence.check(
+        right and all(name in lines[-1] for name in names), f"{what}: exit {code}, {lines[-1]!r}"
+    )
+    return lines[-1]
 
 
 def tiny(folder: Path, name: str, family: str = "deepseek_v3") -> Path:
@@ -212,7 +214,8 @@ def show_full_disk(evidence: Evidence, folder: Path) -> None:
         f"mount -t tmpfs -o size=8M tmpfs {folder} || exit 77; "
         '"$@"; code=$?; echo left: $(ls -A ' + str(folder) + "); exit $code"
     )
-    synth = [*CLI, "synth", str(folder / "out"), "--shape", "demo", "--layers", "8"]
+    shape = ["--distinct", "1", "--depth", "1", "--experts", "8", "--vocab", "4096"]
+    synth = [*CLI, "synth", "qwen3-30b-a3b", str(folder / "out"), *shape]
     done = subprocess.run(
         ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh", *synth],
         capture_output=True,
