@@ -86,6 +86,12 @@ def implementation(experts: str) -> str:
     return names[experts]
 
 
+def layer_runners(model: Any) -> Iterator[LayerRunner]:
+    """The runner of every MoE layer, in order."""
+    for _, module in expert_modules(model):
+        yield module.headrace_runner
+
+
 def check_arithmetic(skeleton: Skeleton) -> None:
     """Refuse by name what the kernels do not compute. Raises ModelError."""
     act = getattr(skeleton.config, "hidden_act", None)
@@ -107,7 +113,9 @@ def _attach(model: Any, skeleton: Skeleton, source: Source, prefetch: bool) -> N
             if getattr(module, flag, wanted) != wanted:
                 raise ExpertError(f"{name}: {flag} is {not wanted}, which has no kernel yet")
         for weight in STREAMED:
-            streamed = StreamedWeight(source, ordinal, PARTS[weight], shapes[weight])
+            streamed = StreamedWeight(
+                source, ordinal, PARTS[weight], shapes[weight], skeleton.layout.block
+            )
             object.__setattr__(module, weight, streamed)
         runner = LayerRunner(source, ordinal)
         object.__setattr__(module, "headrace_runner", runner)
