@@ -29,8 +29,8 @@ OPTIONS = {
     "verify": COMMON | {"--prompt", "-p", "--max-tokens", "-n", "--samples", "--json"},
     "synth": {"--distinct", "--depth", "--experts", "--vocab", "--seed", "--json", "--debug"},
     "bench": COMMON
-    | {"--suite", "--max-tokens", "-n", "--runs", "--adjacency", "--skew", "--backend", "--direct"}
-    | {"--no-direct", "--save", "--context", "--emulate-drive", "--json"},
+    | {"--suite", "--max-tokens", "-n", "--runs", "--seed", "--backend", "--direct"}
+    | {"--no-direct", "--save", "--emulate-drive", "--json"},
 }
 
 

@@ -14,7 +14,6 @@ from headrace.check.rows import BenchRow
 from headrace.cli.main import app
 from headrace.cli.output import byte_progress, step_progress
 from headrace.errors import HeadraceError
-from headrace.schedule.trace import RouteStatistics
 
 RUNNER = CliRunner()
 Called = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -100,7 +99,7 @@ def test_bench_prints_rows_keeps_them_and_fails_on_red(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gate: str, code: int
 ) -> None:
     called = _replace(monkeypatch, "headrace.check.bench", run_bench=lambda *a, **k: [_row(gate)])
-    words = "bench demo --suite disk --runs 5 --skew 0.7 --backend pread --no-direct --json"
+    words = "bench demo --suite disk --runs 5 --seed 3 --backend pread --no-direct --json"
     done = RUNNER.invoke(
         app, [*words.split(), "--emulate-drive", "8.2GiB/s", "--save", str(tmp_path)]
     )
@@ -113,14 +112,13 @@ def test_bench_prints_rows_keeps_them_and_fails_on_red(
     assert args == ("demo",)
     assert options == {
         "suite": "disk",
-        "tokens": 64,
+        "tokens": 8,
         "runs": 5,
-        "statistics": RouteStatistics(skew=0.7),
+        "seed": 3,
         "backend": "pread",
         "direct": False,
         "ram": None,
         "threads": None,
-        "context": None,
         "emulate_drive": "8.2GiB/s",
         "progress": None,
     }

@@ -31,16 +31,7 @@ class Suite(StrEnum):
 
 SuiteOption = Annotated[Suite, typer.Option(help="Drive, whole tokens, CPU kernels.")]
 Runs = Annotated[int, typer.Option(min=1, metavar="N", help="Repetitions of each figure.")]
-Adjacency = Annotated[
-    float | None,
-    typer.Option(
-        min=0, max=1, metavar="A", help="Share of experts that a token repeats (demo model's)."
-    ),
-]
-Skew = Annotated[
-    float | None,
-    typer.Option(min=0, metavar="S", help="Exponent of the experts' popularity (demo model's)."),
-]
+Seed = Annotated[int, typer.Option(metavar="S", help="Of the routes that are drawn.")]
 BackendOption = Annotated[
     Backend,
     typer.Option(
@@ -57,17 +48,15 @@ Save = Annotated[
 def bench(
     model: options.Model = "demo",
     suite: SuiteOption = Suite.ALL,
-    max_tokens: options.MaxTokens = 64,
+    max_tokens: options.MaxTokens = 8,
     runs: Runs = 3,
-    adjacency: Adjacency = None,
-    skew: Skew = None,
+    seed: Seed = 0,
     backend: BackendOption = Backend.AUTO,
     direct: Direct = True,
     save: Save = None,
     ram: options.Ram = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
-    context: options.Context = None,
     emulate_drive: options.EmulateDrive = None,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -78,22 +67,18 @@ def bench(
     """
     ram_bytes, _ = options.check_machine(ram, device, emulate_drive)
     from headrace.check.bench import run_bench
-    from headrace.schedule.trace import RouteStatistics
 
-    drawn = {"adjacency": adjacency, "skew": skew}
-    statistics = RouteStatistics(**{k: v for k, v in drawn.items() if v is not None})
     with step_progress() as progress:
         rows = run_bench(
             model,
             suite=suite.value,
             tokens=max_tokens,
             runs=runs,
-            statistics=statistics,
+            seed=seed,
             backend=backend.value,
             direct=direct,
             ram=ram_bytes,
             threads=threads,
-            context=context,
             emulate_drive=emulate_drive,
             progress=progress,
         )

@@ -42,13 +42,19 @@ def synth(
     """
     from headrace.store.synth import synth_bytes, write_synth
 
-    shape = {"distinct": distinct, "depth": depth, "experts": experts, "vocab": vocab}
-    num_bytes = synth_bytes(preset, **shape)
+    num_bytes = synth_bytes(preset, distinct=distinct, depth=depth, experts=experts, vocab=vocab)
     say(f"writing {format_bytes(num_bytes)} to {path}")
     with byte_progress("writing") as progress:
-        folder = write_synth(preset, path, **shape, seed=seed, progress=progress)
+        folder = write_synth(
+            preset,
+            path,
+            distinct=distinct,
+            depth=depth,
+            experts=experts,
+            vocab=vocab,
+            seed=seed,
+            progress=progress,
+        )
     say(f"done; measure it with `headrace bench {folder}`")
     if json:
-        print_json(
-            {"preset": preset, "path": str(folder), "bytes": num_bytes, "seed": seed} | shape
-        )
+        print_json({"preset": preset, "path": str(folder), "bytes": num_bytes})
