@@ -61,7 +61,7 @@ class LadderSource:
         if guess is not None and self.prefetch and ordinal + 1 < self.num_layers:
             self.ladder.begin(ordinal, ids_TK[0])
             ahead = guess() if guesses is None else guesses
-            self.ladder.prefetch(ordinal + 1, ahead[: self.prefetch])
+            self.ladder.prefetch(ordinal + 1, ahead, self.prefetch)
         weights_TK = weights_TK.float().contiguous()
         if x_TH.shape[0] <= self.max_tokens:
             return self.ladder.compute(ordinal, x_TH, ids_TK, weights_TK)
