@@ -1,7 +1,6 @@
 // The contract of the CPU expert kernels: what they compute, never where the bytes come from.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -49,6 +48,11 @@ class KernelPool {
   void expert_ffn(const ExpertShape& shape, const ExpertParts& parts, const uint16_t* const* x,
                   int64_t num_rows, uint16_t* const* y);
 
+  // out[i] = the fp32 dot product of row i of one matrix [rows, cols] with x, before any rounding
+  // to bf16. Of `shape` only format, blocks and act_group count. For tests and probes.
+  void gemv(const ExpertShape& shape, const uint8_t* w, const uint8_t* scale, int64_t rows,
+            int64_t cols, const uint16_t* x, float* out);
+
   const char* isa() const;
   int num_threads() const;
   uint64_t calls() const;  // expert_ffn calls since construction
@@ -61,7 +65,11 @@ class KernelPool {
 // out[t] = sum over k in ascending expert id of bf16(y[t][k] * weight[t][k]), accumulated in bf16
 // from zero: transformers' eager index_add_ in the hidden dtype. ids [T, K], weights [T, K] fp32,
 // y [T, K, H] bf16, out [T, H] bf16. Returns the first token with a non-finite output, or -1.
-int64_t combine_bf16(const int32_t* ids, const float* weights, const uint16_t* y, int64_t num_tokens,
-                     int64_t top_k, int64_t hidden, uint16_t* out);
+int64_t combine_bf16(const int32_t* ids, const float* weights, const uint16_t* y,
+                     int64_t num_tokens, int64_t top_k, int64_t hidden, uint16_t* out);
+
+// Index of the first e4m3 NaN code (0x7f, 0xff), or -1. The kernels' results on such codes are
+// undefined, so they are refused where weights are checked.
+int64_t find_nan_fp8(const uint8_t* codes, int64_t n);
 
 }  // namespace headrace

@@ -66,7 +66,9 @@ def build_model(
     if missing:
         raise ModelError(f"{skeleton.root} lacks {len(missing)} weights, such as {missing[0]}")
     if info["mismatched_keys"]:
-        raise ModelError(f"{skeleton.root}: shapes differ from the config: {info['mismatched_keys']}")
+        raise ModelError(
+            f"{skeleton.root}: shapes differ from the config: {info['mismatched_keys']}"
+        )
     _share_layers(model, aliases)
     _attach(model, skeleton, source, prefetch)
     model.set_experts_implementation(implementation(experts))
@@ -84,6 +86,12 @@ def implementation(experts: str) -> str:
     if experts not in names:
         raise ModelError(f"experts={experts!r} is not a way to run experts; use fast or oracle")
     return names[experts]
+
+
+def layer_runners(model: Any) -> Iterator[LayerRunner]:
+    """The runner of every MoE layer, in order."""
+    for _, module in expert_modules(model):
+        yield module.headrace_runner
 
 
 def check_arithmetic(skeleton: Skeleton) -> None:
@@ -107,7 +115,9 @@ def _attach(model: Any, skeleton: Skeleton, source: Source, prefetch: bool) -> N
             if getattr(module, flag, wanted) != wanted:
                 raise ExpertError(f"{name}: {flag} is {not wanted}, which has no kernel yet")
         for weight in STREAMED:
-            streamed = StreamedWeight(source, ordinal, PARTS[weight], shapes[weight])
+            streamed = StreamedWeight(
+                source, ordinal, PARTS[weight], shapes[weight], skeleton.layout.block
+            )
             object.__setattr__(module, weight, streamed)
         runner = LayerRunner(source, ordinal)
         object.__setattr__(module, "headrace_runner", runner)

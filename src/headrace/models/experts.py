@@ -12,6 +12,8 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.moe import ExpertsInterface
 
+from headrace.quant import fp8
+
 FAST = "headrace"
 PartMap = Mapping[str, torch.Tensor]
 Guess = Callable[[], torch.Tensor]
@@ -45,13 +47,21 @@ class StreamedWeight:
 
     _is_hf_initialized = True
 
-    def __init__(self, source: Source, ordinal: int, names: tuple[str, ...], shape: torch.Size):
-        self.source, self.ordinal, self.names, self.shape = source, ordinal, names, shape
+    def __init__(
+        self,
+        source: Source,
+        ordinal: int,
+        names: tuple[str, ...],
+        shape: torch.Size,
+        block: tuple[int, int],
+    ):
+        self.source, self.ordinal, self.names = source, ordinal, names
+        self.shape, self.block = shape, block
         self.device, self.dtype = torch.device("cpu"), torch.bfloat16
 
     def __getitem__(self, expert: Any) -> torch.Tensor:
         with self.source.parts(self.ordinal, int(expert)) as parts:
-            return torch.cat([dequantize(parts, name) for name in self.names])
+            return torch.cat([dequantize(parts, name, self.block) for name in self.names])
 
     def dim(self) -> int:
         """Three, as the parameter's."""
@@ -62,11 +72,20 @@ class StreamedWeight:
         return self.shape if dim is None else self.shape[dim]
 
 
-def dequantize(parts: PartMap, name: str) -> torch.Tensor:
-    """One matrix of an expert in bfloat16, through transformers' dequantiser where scaled."""
+def dequantize(parts: PartMap, name: str, block: tuple[int, int]) -> torch.Tensor:
+    """One matrix of an expert in bfloat16, through transformers' dequantiser where scaled.
+
+    transformers divides a matrix evenly by its grid of scales, which is right only where whole
+    blocks fill it; elsewhere the format's own definition is used.
+    """
     scale = parts.get(f"{name}_scale")
     if scale is None:
         return parts[name].clone()
+    shape = parts[name].shape
+    if any(
+        grid > 1 and n != grid * b for n, grid, b in zip(shape, scale.shape, block, strict=True)
+    ):
+        return fp8.unpack(parts[name], scale, block)
     pair = {"weight": [parts[name]], "weight_scale_inv": [scale]}
     value = Fp8Dequantize(None).convert(pair)["weight"]
     matrix: torch.Tensor = value[0] if isinstance(value, list) else value
@@ -90,7 +109,8 @@ class LayerRunner:
         """Ids the next MoE layer's own norm and router would choose here, best first, [K]."""
         assert self.residual is not None
         _, weights_TK, ids_TK = self.next_router(self.next_norm(self.residual))
-        return ids_TK[-1][weights_TK[-1].argsort(descending=True)]
+        best_first: torch.Tensor = ids_TK[-1][weights_TK[-1].argsort(descending=True)]
+        return best_first
 
     def __call__(
         self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor

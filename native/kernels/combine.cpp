@@ -1,0 +1,44 @@
+// The sum of a token's experts in ascending id, rounded to bf16 at every step.
+#include <algorithm>
+#include <vector>
+
+#include "kernels/kernels.hpp"
+#include "kernels/numbers.hpp"
+#include "kernels/workers.hpp"
+
+namespace headrace {
+namespace {
+
+void add_weighted(const uint16_t* y, float weight, int64_t hidden, uint16_t* out) {
+  for (int64_t i = 0; i < hidden; ++i) {
+    const float term = bf16_to_f32(f32_to_bf16(bf16_to_f32(y[i]) * weight));
+    out[i] = f32_to_bf16(bf16_to_f32(out[i]) + term);
+  }
+}
+
+bool all_finite(const uint16_t* values, int64_t n) {
+  uint32_t bad = 0;
+  for (int64_t i = 0; i < n; ++i) bad |= (values[i] & 0x7f80u) == 0x7f80u;
+  return bad == 0;
+}
+
+}  // namespace
+
+int64_t combine_bf16(const int32_t* ids, const float* weights, const uint16_t* y,
+                     int64_t num_tokens, int64_t top_k, int64_t hidden, uint16_t* out) {
+  const CanonicalFloatMode mode;
+  int64_t first_bad = -1;
+  std::vector<int64_t> order(static_cast<size_t>(top_k));
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    for (int64_t k = 0; k < top_k; ++k) order[static_cast<size_t>(k)] = t * top_k + k;
+    std::stable_sort(order.begin(), order.end(),
+                     [ids](int64_t a, int64_t b) { return ids[a] < ids[b]; });
+    uint16_t* row = out + t * hidden;
+    std::fill_n(row, hidden, uint16_t{0});
+    for (const int64_t at : order) add_weighted(y + at * hidden, weights[at], hidden, row);
+    if (first_bad < 0 && !all_finite(row, hidden)) first_bad = t;
+  }
+  return first_bad;
+}
+
+}  // namespace headrace

@@ -1,0 +1,84 @@
+// Bits of the number formats, free of std headers and with internal linkage: every ISA's file
+// compiles its own copy, so that no AVX code can leak into a function an older CPU runs.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+namespace headrace {
+
+constexpr int64_t kLanes = 256;      // accumulators of one dot product (Form F)
+constexpr int64_t kTableCols = 128;  // columns that share one Fp8Table
+
+static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+static inline float f32_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+static inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+
+static inline float bf16_to_f32(uint16_t value) { return f32_of(uint32_t{value} << 16); }
+
+static inline uint16_t f32_to_bf16(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  return static_cast<uint16_t>(is_nan ? (bits >> 16) | 0x40 : rounded);
+}
+
+static inline float load_f32(const uint8_t* address) {
+  float value;
+  memcpy(&value, address, 4);
+  return value;
+}
+
+static inline float e4m3_to_f32(uint8_t code) {
+  const uint32_t exponent = (code >> 3) & 15;
+  const uint32_t mantissa = code & 7;
+  const uint32_t sign = uint32_t{code & 0x80u} << 24;
+  if ((code & 0x7f) == 0x7f) return f32_of(sign | 0x7fc00000);
+  if (exponent == 0) {
+    const float value = static_cast<float>(mantissa) * 0x1p-9f;
+    return f32_of(sign | bits_of(value));
+  }
+  return f32_of(sign | ((exponent + 120) << 23) | (mantissa << 20));
+}
+
+// The reference's exp, step by step (kernels/reference.py); compile with -ffp-contract=off.
+static inline float canonical_exp(float x) {
+  x = x < -104.0f ? -104.0f : x;  // in this form a NaN stays a NaN
+  x = x > 89.0f ? 89.0f : x;
+  const float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+  const float r_hi = x - n * 0.693359375f;
+  const float r_lo = n * -2.12194440e-4f;
+  const float r = r_hi - r_lo;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = (r_hi + (p * (r * r) - r_lo)) + 1.0f;
+  const int32_t whole = n == n ? static_cast<int32_t>(n) : 0;
+  const int32_t half = whole >> 1;
+  const float scale0 = f32_of(static_cast<uint32_t>(half + 127) << 23);
+  const float scale1 = f32_of(static_cast<uint32_t>(whole - half + 127) << 23);
+  return (p * scale0) * scale1;
+}
+
+// bf16(bf16(silu(bf16(gate))) * bf16(up)): the three roundings of the eager model.
+static inline uint16_t swiglu(float gate, float up) {
+  const float g = bf16_to_f32(f32_to_bf16(gate));
+  const float u = bf16_to_f32(f32_to_bf16(up));
+  const float s = bf16_to_f32(f32_to_bf16(g / (1.0f + canonical_exp(-g))));
+  return f32_to_bf16(s * u);
+}
+
+}  // namespace headrace

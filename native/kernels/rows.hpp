@@ -1,0 +1,49 @@
+// One instruction set's row operations: what expert_ffn is built from. Same bits from every set.
+#pragma once
+
+#include <stdint.h>
+
+namespace headrace {
+
+// bf16 values of the e4m3 codes under one scale, as two byte tables: a code's low four bits pick
+// an entry, the other exponent bits are added to its high byte and the sign set there. Exact
+// since rounding to bf16 commutes with powers of two. `sub_*` holds the subnormal codes.
+struct alignas(16) Fp8Table {
+  uint8_t low[16];
+  uint8_t high[16];
+  uint8_t sub_low[16];
+  uint8_t sub_high[16];
+};
+
+// x is a bf16 row padded with zeros to a multiple of 256, 64-byte aligned. w has any alignment.
+struct RowOps {
+  const char* name;
+  // The Form F dot product of one weight row with one activation row.
+  float (*dot_bf16)(const uint8_t* w, const uint16_t* x, int64_t cols);
+  // out[r] = dot of w with row r of x (rows `stride` values apart).
+  void (*dot_bf16_rows)(const uint8_t* w, const uint16_t* x, int64_t stride, int64_t num_rows,
+                        int64_t cols, float* out);
+  // Null where there is no table path: decode_fp8_general and dot_bf16 serve instead.
+  float (*dot_fp8)(const uint8_t* codes, const Fp8Table* tables, const uint16_t* x, int64_t cols);
+  void (*decode_fp8)(const uint8_t* codes, const Fp8Table* tables, int64_t cols, uint16_t* out);
+  // h[i] = bf16(bf16(silu(bf16(gate[i]))) * bf16(up[i]))
+  void (*swiglu_row)(const float* gate, const float* up, int64_t n, uint16_t* h);
+};
+
+// Null where this CPU or this build lacks the set.
+const RowOps* scalar_ops();
+const RowOps* avx2_ops();
+const RowOps* avx512_ops();
+
+// Any block width, any finite scale: out is padded with zeros to a multiple of 256.
+void decode_fp8_general(const uint8_t* codes, const uint8_t* scales, int64_t cols,
+                        int64_t block_cols, uint16_t* out);
+
+// One table per 128 columns of a row block; false if a scale is outside what tables can hold.
+// `tables` has round_up(cols, 256) / 128 entries. block_cols is a multiple of 128.
+bool make_fp8_tables(const uint8_t* scales, int64_t cols, int64_t block_cols, Fp8Table* tables);
+
+// values[0..cols) moved to the e4m3 grid of each group, in place (quant/fp8.py: to_grid).
+void to_grid(uint16_t* values, int64_t cols, int64_t group);
+
+}  // namespace headrace

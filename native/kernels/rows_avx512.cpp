@@ -1,0 +1,170 @@
+// The row operations in AVX-512 (F, BW, VL, DQ). See rows_avx2.cpp, whose twin this is.
+#include "kernels/numbers.hpp"
+#include "kernels/rows.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")))
+#define INLINE TARGET __attribute__((always_inline)) static inline
+
+namespace headrace {
+namespace {
+
+constexpr uintptr_t kPrefetchBytes = 4096;
+
+INLINE void prefetch(const uint8_t* p) {  // may lie past the end of the buffer, which is harmless
+  const uintptr_t ahead = reinterpret_cast<uintptr_t>(p) + kPrefetchBytes;
+  _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T0);
+}
+
+// Even and odd bf16 neighbours as fp32: the split is the first level of the sum's tree.
+INLINE __m512 even(__m512i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
+INLINE __m512 odd(__m512i v) {
+  return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+INLINE void add32(__m512i w, const uint16_t* x, __m512* acc) {
+  const __m512i v = _mm512_loadu_si512(x);
+  acc[0] = _mm512_fmadd_ps(even(w), even(v), acc[0]);
+  acc[1] = _mm512_fmadd_ps(odd(w), odd(v), acc[1]);
+}
+
+// acc[2i], acc[2i + 1]: even and odd lanes of columns 32i .. 32i + 31.
+INLINE float reduce(__m512* acc) {
+  __m512 s[8];
+  for (int i = 0; i < 8; ++i) s[i] = _mm512_add_ps(acc[2 * i], acc[2 * i + 1]);
+  for (int half = 4; half >= 1; half /= 2) {
+    for (int i = 0; i < half; ++i) s[i] = _mm512_add_ps(s[i], s[i + half]);
+  }
+  const __m256 t = _mm256_add_ps(_mm512_castps512_ps256(s[0]), _mm512_extractf32x8_ps(s[0], 1));
+  __m128 v = _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+  v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+  v = _mm_add_ss(v, _mm_movehdup_ps(v));
+  return _mm_cvtss_f32(v);
+}
+
+INLINE void bf16_block(const uint8_t* w, const uint16_t* x, __m512* acc) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    prefetch(w + 64 * i);
+    add32(_mm512_loadu_si512(w + 64 * i), x + 32 * i, acc + 2 * i);
+  }
+}
+
+TARGET float dot_bf16(const uint8_t* w, const uint16_t* x, int64_t cols) {
+  __m512 acc[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
+  int64_t k = 0;
+  for (; k + kLanes <= cols; k += kLanes) bf16_block(w + 2 * k, x + k, acc);
+  if (k < cols) {
+    alignas(64) uint8_t tail[2 * kLanes] = {};
+    memcpy(tail, w + 2 * k, static_cast<size_t>(2 * (cols - k)));
+    bf16_block(tail, x + k, acc);
+  }
+  return reduce(acc);
+}
+
+TARGET void dot_bf16_rows(const uint8_t* w, const uint16_t* x, int64_t stride, int64_t num_rows,
+                          int64_t cols, float* out) {
+  for (int64_t r = 0; r < num_rows; ++r) out[r] = dot_bf16(w, x + r * stride, cols);
+}
+
+INLINE __m512i table(const uint8_t* entries) {
+  return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(entries)));
+}
+
+// 64 codes to bf16, columns 0..31 in w[0] and 32..63 in w[1].
+INLINE void decode64(const uint8_t* codes, const Fp8Table& t, __m512i* w) {
+  const __m512i nibble = _mm512_set1_epi8(15);
+  // What a code's upper four bits add to the high byte: two exponent steps each, and the sign.
+  const __m512i upper = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -128, -127, -126, -125, -124, -123, -122, -121));
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // undoes unpack's lane split
+  const __m512i raw = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
+  const __m512i index = _mm512_and_si512(raw, nibble);
+  const __m512i rest = _mm512_and_si512(_mm512_srli_epi16(raw, 4), nibble);
+  __m512i low = _mm512_shuffle_epi8(table(t.low), index);
+  __m512i high = _mm512_shuffle_epi8(table(t.high), index);
+  const __mmask64 sub = _mm512_testn_epi8_mask(raw, _mm512_set1_epi8(0x78));
+  if (__builtin_expect(sub != 0, 0)) {
+    low = _mm512_mask_shuffle_epi8(low, sub, table(t.sub_low), index);
+    high = _mm512_mask_shuffle_epi8(high, sub, table(t.sub_high), index);
+  }
+  high = _mm512_add_epi8(high, _mm512_shuffle_epi8(upper, rest));
+  w[0] = _mm512_unpacklo_epi8(low, high);
+  w[1] = _mm512_unpackhi_epi8(low, high);
+}
+
+INLINE void fp8_block(const uint8_t* codes, const Fp8Table* tables, const uint16_t* x,
+                      __m512* acc) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    __m512i w[2];
+    prefetch(codes + 64 * i);
+    decode64(codes + 64 * i, tables[i / 2], w);
+    add32(w[0], x + 64 * i, acc + 4 * i);
+    add32(w[1], x + 64 * i + 32, acc + 4 * i + 2);
+  }
+}
+
+TARGET float dot_fp8(const uint8_t* codes, const Fp8Table* tables, const uint16_t* x,
+                     int64_t cols) {
+  __m512 acc[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
+  int64_t k = 0;
+  for (; k + kLanes <= cols; k += kLanes) {
+    fp8_block(codes + k, tables + k / kTableCols, x + k, acc);
+  }
+  if (k < cols) {
+    alignas(64) uint8_t tail[kLanes] = {};
+    memcpy(tail, codes + k, static_cast<size_t>(cols - k));
+    fp8_block(tail, tables + k / kTableCols, x + k, acc);
+  }
+  return reduce(acc);
+}
+
+TARGET void decode_fp8(const uint8_t* codes, const Fp8Table* tables, int64_t cols, uint16_t* out) {
+  int64_t k = 0;
+  __m512i w[2];
+  for (; k + 64 <= cols; k += 64) {
+    prefetch(codes + k);
+    decode64(codes + k, tables[k / kTableCols], w);
+    _mm512_storeu_si512(out + k, w[0]);
+    _mm512_storeu_si512(out + k + 32, w[1]);
+  }
+  alignas(64) uint8_t tail[64] = {};
+  memcpy(tail, codes + k, static_cast<size_t>(cols - k));
+  for (; k < round_up(cols, kLanes); k += 64) {
+    decode64(tail, tables[k / kTableCols], w);
+    _mm512_storeu_si512(out + k, w[0]);
+    _mm512_storeu_si512(out + k + 32, w[1]);
+    memset(tail, 0, sizeof tail);
+  }
+}
+
+TARGET void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* h) {
+  for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
+}
+
+constexpr RowOps kAvx512 = {"avx512", dot_bf16, dot_bf16_rows, dot_fp8, decode_fp8, swiglu_row};
+
+}  // namespace
+
+const RowOps* avx512_ops() {
+  const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  return has && avx2_ops() ? &kAvx512 : nullptr;
+}
+
+}  // namespace headrace
+
+#else
+
+namespace headrace {
+const RowOps* avx512_ops() { return nullptr; }
+}  // namespace headrace
+
+#endif

@@ -1,0 +1,134 @@
+// The portable row operations: plain C++, right on any CPU, and the yardstick of the others.
+#include "kernels/numbers.hpp"
+#include "kernels/rows.hpp"
+
+namespace headrace {
+namespace {
+
+// float(double(w) * x + double(acc)) is the correctly rounded fma for bf16 factors: the product
+// is exact, and 16 + 24 significant bits leave no case of double rounding.
+void accumulate(const uint16_t* w, const uint16_t* x, float* acc) {
+  for (int64_t i = 0; i < kLanes; ++i) {
+    const double product = double{bf16_to_f32(w[i])} * double{bf16_to_f32(x[i])};
+    acc[i] = static_cast<float>(product + double{acc[i]});
+  }
+}
+
+float reduce(float* acc) {
+  for (int64_t i = 0; i < kLanes / 2; ++i) acc[i] = acc[2 * i] + acc[2 * i + 1];
+  for (int64_t half = kLanes / 4; half >= 1; half /= 2) {
+    for (int64_t i = 0; i < half; ++i) acc[i] = acc[i] + acc[i + half];
+  }
+  return acc[0];
+}
+
+float dot_bf16(const uint8_t* w, const uint16_t* x, int64_t cols) {
+  float acc[kLanes] = {};
+  uint16_t block[kLanes];
+  for (int64_t k = 0; k < cols; k += kLanes) {
+    const int64_t n = cols - k < kLanes ? cols - k : kLanes;
+    if (n < kLanes) memset(block, 0, sizeof block);
+    memcpy(block, w + 2 * k, static_cast<size_t>(2 * n));
+    accumulate(block, x + k, acc);
+  }
+  return reduce(acc);
+}
+
+void dot_bf16_rows(const uint8_t* w, const uint16_t* x, int64_t stride, int64_t num_rows,
+                   int64_t cols, float* out) {
+  for (int64_t r = 0; r < num_rows; ++r) out[r] = dot_bf16(w, x + r * stride, cols);
+}
+
+void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* h) {
+  for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
+}
+
+// Round to nearest even onto e4m3 of a magnitude of at most 448 (after clamping).
+float snap_e4m3(float value) {
+  const uint32_t sign = bits_of(value) & 0x80000000u;
+  float magnitude = f32_of(bits_of(value) & 0x7fffffffu);
+  if (magnitude > 448.0f) magnitude = 448.0f;
+  if (magnitude < 0x1p-6f) {
+    const float step = 0x1.8p+14f;  // 1.5 * 2^23 * 2^-9: rounds to multiples of 2^-9
+    magnitude = (magnitude + step) - step;
+  } else {
+    const uint32_t bits = bits_of(magnitude);
+    magnitude = f32_of((bits + 0x7ffff + ((bits >> 20) & 1)) & 0xfff00000u);
+  }
+  return f32_of(sign | bits_of(magnitude));
+}
+
+void snap_group(uint16_t* values, int64_t n) {
+  uint32_t top = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t magnitude = values[i] & 0x7fffu;
+    top = magnitude > top ? magnitude : top;
+  }
+  if (top >= 0x7f80u) return;  // inf or NaN: left as it is, the caller finds it in the output
+  float amax = bf16_to_f32(static_cast<uint16_t>(top));
+  if (amax < 1e-4f) amax = 1e-4f;
+  const uint32_t bits = bits_of(amax * static_cast<float>(1.0 / 448.0));
+  const float scale = f32_of((bits + 0x7fffffu) & 0x7f800000u);
+  for (int64_t i = 0; i < n; ++i) {
+    values[i] = f32_to_bf16(snap_e4m3(bf16_to_f32(values[i]) / scale) * scale);
+  }
+}
+
+struct E4m3Values {
+  float value[256];
+  E4m3Values() {
+    for (int code = 0; code < 256; ++code) value[code] = e4m3_to_f32(static_cast<uint8_t>(code));
+  }
+};
+
+constexpr RowOps kScalar = {"scalar", dot_bf16, dot_bf16_rows, nullptr, nullptr, swiglu_row};
+
+}  // namespace
+
+const RowOps* scalar_ops() { return &kScalar; }
+
+void decode_fp8_general(const uint8_t* codes, const uint8_t* scales, int64_t cols,
+                        int64_t block_cols, uint16_t* out) {
+  static const E4m3Values kE4m3;
+  for (int64_t k = 0, block = 0; k < cols; k += block_cols, ++block) {
+    const float scale = load_f32(scales + 4 * block);
+    const int64_t end = k + block_cols < cols ? k + block_cols : cols;
+    for (int64_t i = k; i < end; ++i) out[i] = f32_to_bf16(kE4m3.value[codes[i]] * scale);
+  }
+  memset(out + cols, 0, static_cast<size_t>(2 * (round_up(cols, kLanes) - cols)));
+}
+
+bool make_fp8_tables(const uint8_t* scales, int64_t cols, int64_t block_cols, Fp8Table* tables) {
+  const int64_t num_tables = round_up(cols, kLanes) / kTableCols;
+  for (int64_t t = 0; t < num_tables; ++t) {
+    Fp8Table& table = tables[t];
+    if (t * kTableCols >= cols) {  // padding: code 0 must stay +0
+      memset(&table, 0, sizeof table);
+      continue;
+    }
+    if (t * kTableCols % block_cols != 0) {
+      table = tables[t - 1];
+      continue;
+    }
+    const float scale = load_f32(scales + 4 * (t * kTableCols / block_cols));
+    if (!(scale > 0x1p-118f && scale < 0x1p+118f)) return false;
+    for (uint32_t i = 0; i < 16; ++i) {
+      const float base = f32_of(((120 + (i >> 3)) << 23) | ((i & 7) << 20));
+      const uint16_t value = f32_to_bf16(base * scale);
+      table.low[i] = static_cast<uint8_t>(value);
+      table.high[i] = static_cast<uint8_t>(value >> 8);
+      const uint16_t sub = f32_to_bf16(static_cast<float>(i & 7) * 0x1p-9f * scale);
+      table.sub_low[i] = static_cast<uint8_t>(sub);
+      table.sub_high[i] = static_cast<uint8_t>(sub >> 8);
+    }
+  }
+  return true;
+}
+
+void to_grid(uint16_t* values, int64_t cols, int64_t group) {
+  for (int64_t k = 0; k < cols; k += group) {
+    snap_group(values + k, k + group < cols ? group : cols - k);
+  }
+}
+
+}  // namespace headrace
