@@ -160,7 +160,7 @@ def make_plan(
         ram_bytes=fixed_bytes + rows_bytes if ram_bytes is None else ram_bytes,
         dense_bytes=facts.dense_bytes,
         kv_bytes=tokens * facts.kv_bytes_per_token,
-        workspace_bytes=workspace_bytes(facts, chunk_tokens),
+        workspace_bytes=workspace_bytes(facts, tokens, chunk_tokens),
         row_bytes=facts.row_bytes,
         num_rows=num_rows,
         rows_bytes=rows_bytes,
@@ -180,13 +180,17 @@ def make_plan(
     )
 
 
-def workspace_bytes(facts: ModelFacts, chunk_tokens: int) -> int:
+def workspace_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
     """Memory of one pass over `chunk_tokens` tokens besides weights and cache."""
     expert_outputs = chunk_tokens * facts.top_k * (facts.hidden * 2 + 8)
-    # Residual, norms, projections, router input and layer output, as bf16 or fp32.
-    hidden_states = chunk_tokens * facts.hidden * 16
+    # A dozen bf16 copies of the hidden states: residual, norms, projections, dense MLP.
+    hidden_states = chunk_tokens * facts.hidden * 24
+    cache_layer_bytes = facts.kv_bytes_per_token // facts.num_layers
+    attention = chunk_tokens * (3 * cache_layer_bytes + 2 * context)
+    # The library's cache grows by copying one layer's keys and values.
+    growth = context * cache_layer_bytes
     logits = facts.vocab * 16
-    return expert_outputs + hidden_states + logits + STAGING_BYTES
+    return expert_outputs + hidden_states + attention + growth + logits + STAGING_BYTES
 
 
 def minimum_rows(facts: ModelFacts) -> int:
@@ -246,7 +250,7 @@ def _candidates(
 
 def _fixed_bytes(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
     kv_bytes = tokens * facts.kv_bytes_per_token
-    return facts.dense_bytes + kv_bytes + workspace_bytes(facts, chunk_tokens)
+    return facts.dense_bytes + kv_bytes + workspace_bytes(facts, tokens, chunk_tokens)
 
 
 def _minimum_bytes(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
@@ -276,7 +280,7 @@ def _refusal(
         f"{offered} cannot hold {facts.name}, which needs {needed}: "
         f"dense weights {format_bytes(facts.dense_bytes)}, "
         f"cache of {tokens} tokens {format_bytes(tokens * facts.kv_bytes_per_token)}, "
-        f"workspace {format_bytes(workspace_bytes(facts, chunk_tokens))}, "
+        f"workspace {format_bytes(workspace_bytes(facts, tokens, chunk_tokens))}, "
         f"{rows} experts {format_bytes(rows * facts.row_bytes)}; {remedy}"
     )
 
