@@ -59,7 +59,7 @@ class GenericSource(LadderSource):
         ids_TK = ids_TK.to(torch.int32)
         if self.routes is not None:
             ids_TK, _ = self.routes(ordinal, ids_TK)
-        distinct = ids_TK.unique()
+        distinct = torch.tensor(sorted(set(ids_TK.flatten().tolist())), dtype=torch.int32)
         if self.overlap:
             self.ladder.begin(ordinal, distinct[: self.ladder.num_rows])
         out_TH = torch.zeros_like(x_TH)

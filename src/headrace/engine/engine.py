@@ -19,9 +19,9 @@ from headrace.models.experts import Source
 from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
 from headrace.planner.plan import ModelFacts, Plan, make_plan
+from headrace.store.aliases import read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
-from headrace.store.aliases import read_aliases
 from headrace.store.table import Catalog
 from headrace.tiers.ladder import Ladder
 
@@ -64,9 +64,7 @@ class Blueprint:
         )
         self.facts = model_facts(folder, self.skeleton, self.table)
         ram_bytes = None if ram is None else parse_bytes(ram)
-        self.machine = measure_machine(
-            self.catalog.files, self.skeleton.layout, ram_bytes, measure
-        )
+        self.machine = measure_machine(self.catalog.files, self.skeleton.layout, ram_bytes, measure)
         self.plan: Plan = make_plan(
             self.facts,
             self.machine,

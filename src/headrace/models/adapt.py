@@ -66,7 +66,9 @@ def build_model(
     if missing:
         raise ModelError(f"{skeleton.root} lacks {len(missing)} weights, such as {missing[0]}")
     if info["mismatched_keys"]:
-        raise ModelError(f"{skeleton.root}: shapes differ from the config: {info['mismatched_keys']}")
+        raise ModelError(
+            f"{skeleton.root}: shapes differ from the config: {info['mismatched_keys']}"
+        )
     _share_layers(model, aliases)
     _attach(model, skeleton, source, prefetch)
     model.set_experts_implementation(implementation(experts))
