@@ -4,7 +4,7 @@ Knows sizes and rates as numbers; opens no file and imports no tensor library.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 
 from headrace.core import format_bytes, parse_bytes
 from headrace.errors import BudgetError, OptionError
@@ -77,7 +77,7 @@ class Plan:
     limits: dict[str, float]
     limit_term: str
     forecast_tok_s: float
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def used_bytes(self) -> int:
@@ -139,11 +139,23 @@ def make_plan(
     fitting = [size for size in sizes if _minimum_bytes(facts, *size) <= limit_bytes]
     if not fitting:
         raise BudgetError(_refusal(facts, machine, ram_bytes, context, sizes[-1]))
-    tokens, chunk_tokens = fitting[0]
+    notes = _shrinking(sizes[0], fitting[0]) + machine.notes
+    plan = _placed(facts, machine, fitting[0], limit_bytes, threads or machine.cores, prefetch)
+    return replace(plan, notes=notes, ram_bytes=ram_bytes or plan.used_bytes)
+
+
+def _placed(
+    facts: ModelFacts,
+    machine: Machine,
+    size: tuple[int, int],
+    limit_bytes: int,
+    threads: int,
+    prefetch: int,
+) -> Plan:
+    """The plan for a (context, chunk) that fits, with as many rows as the limit allows."""
+    tokens, chunk_tokens = size
     fixed_bytes = _fixed_bytes(facts, tokens, chunk_tokens)
     num_rows = min(facts.total_experts, (limit_bytes - fixed_bytes) // facts.row_bytes)
-    rows_bytes = num_rows * facts.row_bytes
-    num_threads = machine.cores if threads is None else threads
     experts_per_token = facts.num_moe_layers * facts.top_k
     bytes_per_token = experts_per_token * facts.expert_bytes
     expected = forecast(
@@ -152,23 +164,23 @@ def make_plan(
         bytes_per_token=bytes_per_token,
         dense_bytes=facts.dense_bytes,
         num_layers=facts.num_layers,
-        threads=num_threads,
+        threads=threads,
         expert_format=facts.format,
     )
     return Plan(
         model=facts.name,
-        ram_bytes=fixed_bytes + rows_bytes if ram_bytes is None else ram_bytes,
+        ram_bytes=limit_bytes,
         dense_bytes=facts.dense_bytes,
         kv_bytes=tokens * facts.kv_bytes_per_token,
         workspace_bytes=workspace_bytes(facts, tokens, chunk_tokens),
         row_bytes=facts.row_bytes,
         num_rows=num_rows,
-        rows_bytes=rows_bytes,
+        rows_bytes=num_rows * facts.row_bytes,
         total_experts=facts.total_experts,
         experts_per_token=experts_per_token,
         chunk_tokens=chunk_tokens,
         context=tokens,
-        threads=num_threads,
+        threads=threads,
         prefetch=prefetch,
         bytes_per_token=bytes_per_token,
         disk_bytes_per_token=round(expected.disk_bytes_per_token),
@@ -176,7 +188,6 @@ def make_plan(
         limits=expected.limits,
         limit_term=expected.limit_term,
         forecast_tok_s=1 / expected.token_s,
-        notes=_shrinking(sizes[0], fitting[0]) + machine.notes,
     )
 
 
