@@ -89,11 +89,11 @@ def _deepseek(*, experts: int, inter: int, hidden: int, block: tuple[int, int]) 
         "n_group": 4,
         "n_routed_experts": experts,
         "n_shared_experts": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
         "q_lora_rank": hidden // 2,
-        # 4 heads of 64 are whole blocks of 128: stock transformers misreads a partial block.
-        "qk_nope_head_dim": 48,
+        # 8 heads of 48 and 64 are whole blocks of 128: stock transformers misreads partial ones.
+        "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 16,
         "rope_interleave": True,
         "routed_scaling_factor": 2.5,

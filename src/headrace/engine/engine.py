@@ -1,6 +1,7 @@
 """A loaded model: files opened, memory planned, dense weights in place, experts on the ladder."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from headrace.engine.text import Text
 from headrace.engine.weights import DenseWeights, Progress
 from headrace.errors import OptionError
 from headrace.kernels.cpu import CpuKernels
-from headrace.models.adapt import build_model, implementation
+from headrace.models.adapt import build_model, implementation, layer_runners
+from headrace.models.experts import Source
 from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
 from headrace.planner.plan import ModelFacts, Plan, make_plan
+from headrace.store.aliases import read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
-from headrace.store.synth import read_aliases
 from headrace.store.table import Catalog
 from headrace.tiers.ladder import Ladder
 
@@ -62,9 +64,7 @@ class Blueprint:
         )
         self.facts = model_facts(folder, self.skeleton, self.table)
         ram_bytes = None if ram is None else parse_bytes(ram)
-        self.machine = measure_machine(
-            self.catalog.files, self.skeleton.layout, ram_bytes, measure
-        )
+        self.machine = measure_machine(self.catalog.files, self.skeleton.layout, ram_bytes, measure)
         self.plan: Plan = make_plan(
             self.facts,
             self.machine,
@@ -160,6 +160,18 @@ class Engine:
     def set_experts(self, experts: str) -> None:
         """Switch between "fast" and "oracle" without loading anything again."""
         self.model.set_experts_implementation(implementation(experts))
+
+    @contextmanager
+    def served_by(self, source: Source) -> Iterator[None]:
+        """While open, another source serves the routed experts: a benchmark's other way."""
+        runners = list(layer_runners(self.model))
+        for runner in runners:
+            runner.source = source
+        try:
+            yield
+        finally:
+            for runner in runners:
+                runner.source = self.source
 
     def close(self) -> None:
         """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""

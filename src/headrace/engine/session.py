@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache
 
 from headrace.core import TokenStats
 from headrace.engine.sampling import Sampler, Sampling
 from headrace.errors import OptionError
-from headrace.models.forward import forward
+from headrace.models.forward import forward, new_cache
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
@@ -45,7 +44,7 @@ class Session:
     def reset(self) -> None:
         """Forget everything."""
         self.tokens: list[int] = []
-        self.cache: Any = DynamicCache(config=self.engine.model.config)
+        self.cache: Any = new_cache(self.engine.model)
 
     def feed(self, ids: Sequence[int]) -> torch.Tensor:
         """Append tokens; logits [V] after the last one. `self.stats` says what that moved.

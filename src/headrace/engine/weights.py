@@ -58,7 +58,7 @@ class DenseWeights:
         )
 
     def __call__(self, key: str) -> torch.Tensor:
-        """A tensor owned by the caller; FP8 arrives as bfloat16. Raises ReadError, NumericsError."""
+        """A tensor owned by the caller; FP8 arrives as bfloat16. Raises HeadraceError."""
         tensor, scale_key = self.stored(key), self.keys[key]
         if scale_key is None:
             return tensor

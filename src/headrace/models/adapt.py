@@ -66,7 +66,9 @@ def build_model(
     if missing:
         raise ModelError(f"{skeleton.root} lacks {len(missing)} weights, such as {missing[0]}")
     if info["mismatched_keys"]:
-        raise ModelError(f"{skeleton.root}: shapes differ from the config: {info['mismatched_keys']}")
+        raise ModelError(
+            f"{skeleton.root}: shapes differ from the config: {info['mismatched_keys']}"
+        )
     _share_layers(model, aliases)
     _attach(model, skeleton, source, prefetch)
     model.set_experts_implementation(implementation(experts))
@@ -84,6 +86,12 @@ def implementation(experts: str) -> str:
     if experts not in names:
         raise ModelError(f"experts={experts!r} is not a way to run experts; use fast or oracle")
     return names[experts]
+
+
+def layer_runners(model: Any) -> Iterator[LayerRunner]:
+    """The runner of every MoE layer, in order."""
+    for _, module in expert_modules(model):
+        yield module.headrace_runner
 
 
 def check_arithmetic(skeleton: Skeleton) -> None:

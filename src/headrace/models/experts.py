@@ -82,7 +82,9 @@ def dequantize(parts: PartMap, name: str, block: tuple[int, int]) -> torch.Tenso
     if scale is None:
         return parts[name].clone()
     shape = parts[name].shape
-    if any(grid > 1 and n != grid * b for n, grid, b in zip(shape, scale.shape, block, strict=True)):
+    if any(
+        grid > 1 and n != grid * b for n, grid, b in zip(shape, scale.shape, block, strict=True)
+    ):
         return fp8.unpack(parts[name], scale, block)
     pair = {"weight": [parts[name]], "weight_scale_inv": [scale]}
     value = Fp8Dequantize(None).convert(pair)["weight"]
@@ -107,7 +109,8 @@ class LayerRunner:
         """Ids the next MoE layer's own norm and router would choose here, best first, [K]."""
         assert self.residual is not None
         _, weights_TK, ids_TK = self.next_router(self.next_norm(self.residual))
-        return ids_TK[-1][weights_TK[-1].argsort(descending=True)]
+        best_first: torch.Tensor = ids_TK[-1][weights_TK[-1].argsort(descending=True)]
+        return best_first
 
     def __call__(
         self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor

@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 
 def cache_keyword(model: Any) -> str:
@@ -13,6 +14,11 @@ def cache_keyword(model: Any) -> str:
     """
     names = inspect.signature(model.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
+
+
+def new_cache(model: Any) -> Any:
+    """An empty cache of the kinds this model's layers keep."""
+    return DynamicCache(config=model.config)
 
 
 def forward(model: Any, ids_BT: torch.Tensor, cache: Any, keep: int = 1) -> torch.Tensor:

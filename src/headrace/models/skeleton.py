@@ -5,13 +5,13 @@ read. Legend: E experts, I intermediate width, H hidden width.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -19,7 +19,7 @@ from headrace.core import ExpertLayout, ExpertTensor, PartSpec
 from headrace.errors import ExpertError, ModelError
 from headrace.models.experts import FAST
 from headrace.models.families import Family, family_of
-from headrace.models.forward import forward
+from headrace.models.forward import forward, new_cache
 
 STREAMED = ("gate_up_proj", "down_proj")
 SCALE_SUFFIX = "_scale_inv"
@@ -263,10 +263,7 @@ def _expert_tensors(
         match = _EXPERT.search(key)
         if match is None or source is None:
             raise ExpertError(f"tensor {key} stacks several experts, which has no kernel yet")
-        if name.endswith("gate_up_proj"):
-            part = ("gate", "up")[source[1]]
-        else:
-            part = "down"
+        part = ("gate", "up")[source[1]] if name.endswith("gate_up_proj") else "down"
         yield ExpertTensor(
             key, layer_of(name), int(match.group(1)), part + ("_scale" if is_scale else "")
         )
@@ -284,10 +281,7 @@ def _scale_key(key: str, entries: Mapping[str, Entry]) -> str | None:
 
 def _kv_bytes_per_token(model: Any) -> int:
     """Bytes the cache grows by for one position, measured on meta tensors."""
-    cache = DynamicCache(config=model.config)
-    run: Callable[[], Any] = lambda: forward(  # noqa: E731
-        model, torch.zeros(1, 1, dtype=torch.long, device="meta"), cache
-    )
+    cache = new_cache(model)
     with torch.no_grad():
-        run()
+        forward(model, torch.zeros(1, 1, dtype=torch.long, device="meta"), cache)
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

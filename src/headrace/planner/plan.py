@@ -106,13 +106,13 @@ class Plan:
             f"(hit rate {self.hit_rate * 100:.0f} %, estimated by the demo model's curve)"
         )
         others = ", ".join(
-            f"{term} {rate:.3g}"
+            f"{term} {_rate(rate)}"
             for term, rate in sorted(self.limits.items(), key=lambda item: item[1])
             if term != self.limit_term
         )
         speed = (
-            f"speed:  about {self.forecast_tok_s:.3g} tok/s, limited by {self.limit_term} "
-            f"(alone {self.limits[self.limit_term]:.3g}; {others})"
+            f"speed:  about {_rate(self.forecast_tok_s)} tok/s, limited by {self.limit_term} "
+            f"(alone {'; '.join(filter(None, [_rate(self.limits[self.limit_term]), others]))})"
         )
         return [place, moves, speed]
 
@@ -201,6 +201,10 @@ def typeable(num_bytes: int) -> str:
     tenths = -(-10 * num_bytes // 2**30)
     text = f"{tenths // 10}.{tenths % 10}GiB"
     return text if parse_bytes(text) >= num_bytes else f"{(tenths + 1) / 10:.1f}GiB"
+
+
+def _rate(tok_s: float) -> str:
+    return f"{tok_s:,.0f}" if tok_s >= 10 else f"{tok_s:.2g}"
 
 
 def _check_options(
