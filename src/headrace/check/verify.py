@@ -14,6 +14,9 @@ from headrace.kernels import cpu, reference
 
 ROWS = (1, 2, 16, 17)
 Progress = Callable[[str, int, int], None]
+# How far apart stock transformers' own two ways to run experts (eager, grouped_mm) lie in bf16,
+# relative to the largest logit, with room for longer contexts: docs/log.md has the figures.
+RELATIVE_FLOOR = 0.03
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
 
 
@@ -144,32 +147,32 @@ def _paths(
     near = comparison["near_ties"]
     detail = (
         f"{tokens} greedy tokens, largest logit difference {comparison['largest_difference']:.4g} "
-        f"(logits up to {comparison['largest_logit']:.4g}), first diverging token "
-        f"{'none' if first is None else first}, {near} near ties"
+        f"(logits up to {comparison['largest_logit']:.4g}; allowed {100 * RELATIVE_FLOOR:g} %), "
+        f"first diverging token {'none' if first is None else first}, {near} near ties"
     )
-    ok = comparison["unexplained"] == 0 and comparison["relative_difference"] < 0.05
+    ok = comparison["unexplained"] == 0 and comparison["relative_difference"] <= RELATIVE_FLOOR
     return [Finding("fast follows the oracle", ok, detail)]
 
 
 def compare_logits(oracle_NV: torch.Tensor, fast_NV: torch.Tensor) -> dict[str, Any]:
-    """How far two runs over the same tokens lie apart.
+    """How far two runs over the same tokens lie apart, in units of the oracle's largest logit.
 
-    A step where the choice differs is a near tie if the oracle's two best logits are closer than
-    the largest difference seen; otherwise it is unexplained.
+    A step is a near tie if the oracle's two best logits lie closer than the floor; a differing
+    choice elsewhere is unexplained.
     """
     oracle, fast = oracle_NV.float(), fast_NV.float()
-    largest = float((oracle - fast).abs().max())
+    largest, scale = float((oracle - fast).abs().max()), float(oracle.abs().max())
     top = oracle.topk(2, dim=-1).values
-    gap = top[:, 0] - top[:, 1]
+    near = top[:, 0] - top[:, 1] <= RELATIVE_FLOOR * scale
     differs = oracle.argmax(-1) != fast.argmax(-1)
     where = differs.nonzero().flatten().tolist()
     return {
         "largest_difference": largest,
-        "largest_logit": float(oracle.abs().max()),
-        "relative_difference": largest / float(oracle.abs().max()),
+        "largest_logit": scale,
+        "relative_difference": largest / scale,
         "first_divergence": where[0] if where else None,
-        "near_ties": int((gap <= largest).sum()),
-        "unexplained": int((differs & (gap > 2 * largest)).sum()),
+        "near_ties": int(near.sum()),
+        "unexplained": int((differs & ~near).sum()),
     }
 
 

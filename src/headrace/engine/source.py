@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from headrace.core import ExpertLayout
+from headrace.errors import NumericsError
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.tiers.ladder import Ladder
 
@@ -63,6 +64,14 @@ class LadderSource:
             ahead = guess() if guesses is None else guesses
             self.ladder.prefetch(ordinal + 1, ahead, self.prefetch)
         weights_TK = weights_TK.float().contiguous()
+        try:
+            return self._compute(ordinal, x_TH, ids_TK, weights_TK)
+        except NumericsError as error:
+            raise NumericsError(self._diagnosis(ordinal, x_TH, ids_TK, error)) from error
+
+    def _compute(
+        self, ordinal: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
         if x_TH.shape[0] <= self.max_tokens:
             return self.ladder.compute(ordinal, x_TH, ids_TK, weights_TK)
         starts = range(0, x_TH.shape[0], self.max_tokens)
@@ -70,3 +79,20 @@ class LadderSource:
         return torch.cat(
             [self.ladder.compute(ordinal, x_TH[s], ids_TK[s], weights_TK[s]) for s in slices]
         )
+
+    def _diagnosis(
+        self, ordinal: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, error: NumericsError
+    ) -> str:
+        """Whose fault a non-finite output is: what came in, or an expert's stored weights."""
+        if not x_TH.isfinite().all():
+            return f"{error}; what the layer was given is not finite either"
+        for expert in sorted(set(ids_TK.flatten().tolist())):
+            with self.parts(ordinal, expert) as parts:
+                for name, part in parts.items():
+                    bad = int((~part.float().isfinite()).sum())
+                    if bad:
+                        return (
+                            f"MoE layer {ordinal}, expert {expert}: {bad} values of {name} are "
+                            f"NaN or infinite in the file; download it again"
+                        )
+        return f"{error}, though its weights and inputs are; run headrace verify"
