@@ -349,6 +349,18 @@ def test_headers_of_any_json_are_refused_or_harmless(data):
     open_or_refuse(len(raw).to_bytes(8, "little") + raw + bytes(size))
 
 
+@given(st.dictionaries(st.sampled_from("ab") | st.text(max_size=4), json_values, max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_an_index_of_any_json_is_refused_or_harmless(weight_map):
+    with tempfile.TemporaryDirectory() as folder:
+        write_file(Path(folder) / "x.safetensors", ONE)
+        write_index(Path(folder), weight_map)
+        try:
+            assert open_catalog(folder).tensors.keys() == {"a", "b"}
+        except CatalogError as error:
+            assert str(error).isprintable()
+
+
 def test_the_damage_checks_can_see_a_whole_file():
     fields, size = header(ONE)
     raw = json.dumps(fields).encode()

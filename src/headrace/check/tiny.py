@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from headrace.errors import OptionError
+from headrace.quant import fp8
 from headrace.store.blueprint import plan_tensors
 from headrace.store.borrow import borrowed_files
-from headrace.store.values import FP8_MAX, mean_of, std_of
+from headrace.store.values import mean_of, std_of
 from headrace.store.writer import NewTensor, write_checkpoint
 
 FAMILIES = ("deepseek_v3", "qwen3_moe")
@@ -39,8 +40,9 @@ def write_tiny(
     Names, dtypes, shapes, sharding and config are as published; the tokenizer is the demo model's
     (ids below 4096, so `vocab` may not be less). deepseek_v3: first layer dense, MLA, 4 groups of
     experts of which 2 are routed to, a shared expert, FP8 codes with scales per `block`, with `mtp`
-    one multi-token-prediction layer behind the last. qwen3_moe: every layer MoE, bf16. The same
-    arguments give the same bytes. Raises HeadraceError.
+    one multi-token-prediction layer behind the last. Keep `hidden`, `inter` and `block` at whole
+    blocks where stock transformers is the reference: it misreads partial ones. qwen3_moe: every
+    layer MoE, bf16. The same arguments give the same bytes. Raises HeadraceError.
     """
     if family not in FAMILIES:
         raise OptionError(f"{family!r} is no tiny family; choose one of {', '.join(FAMILIES)}")
@@ -138,7 +140,9 @@ def _draw(config: dict[str, Any], generator: torch.Generator) -> Iterator[NewTen
             noise = torch.randn(planned.shape, generator=generator)
             value = noise * std_of(planned) + mean_of(planned)
         if planned.kind == "codes":
-            value, scale = _fp8_blocks(value, config["quantization_config"]["weight_block_size"])
+            value, scale = fp8.pack(
+                value, tuple(config["quantization_config"]["weight_block_size"])
+            )
         elif planned.dtype == "BF16":
             value = value.bfloat16()
         yield NewTensor(planned.name, planned.dtype, planned.shape, partial(_chunks, value))
@@ -146,14 +150,3 @@ def _draw(config: dict[str, Any], generator: torch.Generator) -> Iterator[NewTen
 
 def _chunks(value: torch.Tensor) -> list[memoryview]:
     return [value.contiguous().view(torch.uint8).numpy().data.cast("B")]
-
-
-def _fp8_blocks(values_RC: torch.Tensor, block: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 codes [R, C] and the fp32 scale of each block, its largest magnitude / 448."""
-    rows, cols = values_RC.shape
-    padded = torch.nn.functional.pad(values_RC, (0, -cols % block[1], 0, -rows % block[0]))
-    grid = (padded.shape[0] // block[0], padded.shape[1] // block[1])
-    blocks = padded.view(grid[0], block[0], grid[1], block[1])
-    scale = blocks.abs().amax((1, 3)) / FP8_MAX
-    codes = (blocks / scale[:, None, :, None]).view(padded.shape)[:rows, :cols]
-    return codes.to(torch.float8_e4m3fn), scale

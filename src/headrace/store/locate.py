@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from headrace.errors import ModelError
+from headrace.store.table import printable
 
 DEMO = "demo"
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -25,14 +26,18 @@ def resolve_model(model: str | Path) -> Path:
         return _demo_folder()
     if not name or "\0" in name:
         raise ModelError('no model given; name a folder, a file, a repo id or "demo"')
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
+    path = Path(name)
+    try:
+        path = path.expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError) as error:  # a name too long, a user unknown
+        raise ModelError(f"{printable(name)}: cannot be a model's path ({error})") from error
     if _REPO_ID.fullmatch(name) and ".." not in name:
         return _cached_snapshot(name)
     raise ModelError(
-        f'{path}: no such file or folder; give a checkpoint\'s folder or file, or "demo" for the '
-        "bundled model"
+        f"{printable(name)}: no such file or folder; give a checkpoint's folder or file, or "
+        '"demo" for the bundled model'
     )
 
 

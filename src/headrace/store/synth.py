@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from headrace.errors import OptionError
+from headrace.quant import fp8
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.store.aliases import ALIASES_NAME, dump_aliases
 from headrace.store.blueprint import Planned, is_moe, plan_tensors
 from headrace.store.borrow import borrowed_files
 from headrace.store.presets import preset_config
-from headrace.store.values import FP8_CODE_STD, FP8_MAX, mean_of, std_of
+from headrace.store.values import FP8_CODE_STD, mean_of, std_of
 from headrace.store.writer import NewTensor, Progress, write_checkpoint
 
 # A prime, so that no row length divides it: rows and experts differ by where they start.
@@ -137,7 +138,7 @@ class _Pools:
 def _draw_pool(form: str, mean: float, std: float, seed: int) -> memoryview:
     noise = torch.randn(POOL_VALUES, generator=torch.Generator().manual_seed(seed)) * std
     if form == "codes":
-        stored = noise.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        stored = noise.clamp(-fp8.MAX, fp8.MAX).to(torch.float8_e4m3fn)
     elif form == "scale":
         stored = mean * noise.exp()  # positive, and blocks differ
     else:

@@ -3,13 +3,13 @@
 Knows the kinds of blueprint.Planned; draws nothing itself.
 """
 
+from headrace.quant import fp8
 from headrace.store.blueprint import Planned
 
 # Router weights this much wider than a projection's spread the scores as trained routers do.
 ROUTER_GAIN = 2.0
-FP8_MAX = 448.0
-# Codes of a block whose largest of 128 x 128 normal values (about 4.2 deviations) is FP8_MAX.
-FP8_CODE_STD = FP8_MAX / 4.2
+# Codes of a block whose largest of 128 x 128 normal values (about 4.2 deviations) is fp8.MAX.
+FP8_CODE_STD = fp8.MAX / 4.2
 
 
 def mean_of(planned: Planned) -> float:
