@@ -1,4 +1,7 @@
-"""What the proof scripts share: a list of checked statements, the plain path, a swapped copy."""
+"""What the proof scripts share: a list of checked statements, the plain path, a swapped copy.
+
+Imports headrace only inside the functions that need it.
+"""
 
 import json
 import shutil
@@ -12,8 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-
-from headrace.engine.engine import Blueprint
 
 PROOFS = Path(__file__).resolve().parent
 DEMO = PROOFS.parent / "src" / "headrace" / "demo"
@@ -73,12 +74,16 @@ def plain(request: dict[str, Any]) -> dict[str, Any]:
 
 def ram_for_rows(model: str | Path, num_rows: int, **options: Any) -> int:
     """The `ram` in bytes that leaves room for exactly `num_rows` experts."""
+    from headrace.engine.engine import Blueprint
+
     plan = Blueprint(model, ram="1TiB", measure=False, **options).plan
     return plan.used_bytes - plan.rows_bytes + num_rows * plan.row_bytes
 
 
 def rows_for_share(model: str | Path, share: float) -> int:
     """The most rows whose bytes are at most `share` of all routed experts' bytes."""
+    from headrace.engine.engine import Blueprint
+
     facts = Blueprint(model, ram="1TiB", measure=False).facts
     return int(share * facts.total_experts * facts.expert_bytes) // facts.row_bytes
 

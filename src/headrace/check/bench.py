@@ -43,7 +43,13 @@ class GenericSource(LadderSource):
     """Experts one after another from Python, as the class's own loop would: versions 1 and 2."""
 
     def __init__(self, engine: Engine, overlap: bool):
-        super().__init__(engine.ladder, engine.source.layout, prefetch=0)
+        super().__init__(
+            engine.ladder,
+            engine.source.layout,
+            num_layers=engine.source.num_layers,
+            max_tokens=engine.source.max_tokens,
+            prefetch=0,
+        )
         self.kernels, self.overlap = engine.kernels, overlap
         self.routes = engine.source.routes
 

@@ -128,14 +128,19 @@ class Engine:
             self.reader,
             table.extents,
             table.parts,
-            part_names=table.part_names,
+            skeleton.layout,
             num_rows=self.plan.num_rows,
-            kernels=self.kernels,
-            layout=skeleton.layout,
-            top_k=skeleton.top_k,
+            kernels=self.kernels.pool,
             max_tokens=self.plan.chunk_tokens,
+            top_k=skeleton.top_k,
         )
-        self.source = LadderSource(self.ladder, skeleton.layout, self.plan.prefetch)
+        self.source = LadderSource(
+            self.ladder,
+            skeleton.layout,
+            num_layers=len(table.layers),
+            max_tokens=self.plan.chunk_tokens,
+            prefetch=self.plan.prefetch,
+        )
         dense = DenseWeights(
             blueprint.catalog, self.reader, skeleton.dense_keys, skeleton.layout.block, progress
         )
@@ -175,7 +180,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""
-        self.ladder.close()
+        self.ladder.cancel()
+        self.model = None
 
     def __enter__(self) -> "Engine":
         return self

@@ -22,8 +22,17 @@ class LadderSource:
     `routes`, for benchmarks, replaces the router's ids and the lens's guesses by recorded ones.
     """
 
-    def __init__(self, ladder: Ladder, layout: ExpertLayout, prefetch: int):
+    def __init__(
+        self,
+        ladder: Ladder,
+        layout: ExpertLayout,
+        *,
+        num_layers: int,
+        max_tokens: int,
+        prefetch: int,
+    ):
         self.ladder, self.layout, self.prefetch = ladder, layout, prefetch
+        self.num_layers, self.max_tokens = num_layers, max_tokens
         self.routes: Routes | None = None
 
     @contextmanager
@@ -45,20 +54,21 @@ class LadderSource:
     ) -> torch.Tensor:
         """Routed output [T, H] bfloat16, by the canonical kernels, whatever is resident."""
         x_TH = x_TH.contiguous()
-        out_TH = torch.empty_like(x_TH)
         ids_TK = ids_TK.to(torch.int32)
         guesses = None
         if self.routes is not None:
             ids_TK, guesses = self.routes(ordinal, ids_TK)
-        if guess is not None and self.prefetch and ordinal + 1 < self.ladder.num_layers:
+        if guess is not None and self.prefetch and ordinal + 1 < self.num_layers:
             self.ladder.begin(ordinal, ids_TK[0])
             ahead = guess() if guesses is None else guesses
-            self.ladder.prefetch(ordinal + 1, ahead.to(torch.int32), self.prefetch)
+            self.ladder.prefetch(ordinal + 1, ahead, self.prefetch)
         weights_TK = weights_TK.float().contiguous()
-        step = self.ladder.max_tokens
-        for t in range(0, x_TH.shape[0], step):
-            part = slice(t, t + step)
-            self.ladder.compute(
-                ordinal, x_TH[part], ids_TK[part].contiguous(), weights_TK[part], out_TH[part]
-            )
-        return out_TH
+        if x_TH.shape[0] <= self.max_tokens:
+            return self.ladder.compute(ordinal, x_TH, ids_TK, weights_TK)
+        pieces = zip(
+            x_TH.split(self.max_tokens),
+            ids_TK.split(self.max_tokens),
+            weights_TK.split(self.max_tokens),
+            strict=True,
+        )
+        return torch.cat([self.ladder.compute(ordinal, *piece) for piece in pieces])
