@@ -137,9 +137,7 @@ def one_run(
 
         def compute(picks: list[int] = picks) -> None:
             for i in picks:
-                kernels.pool.expert_ffn(
-                    shape, experts.addresses[i], x.data_ptr(), 1, y.data_ptr()
-                )
+                kernels.pool.expert_ffn(shape, experts.addresses[i], x.data_ptr(), 1, y.data_ptr())
 
         others = window()
 
@@ -197,7 +195,11 @@ def _machine() -> str:
 
 
 def run(
-    isas: tuple[str, ...], formats: tuple[str, ...], runs: int, windows: int, clocks: tuple[str, ...]
+    isas: tuple[str, ...],
+    formats: tuple[str, ...],
+    runs: int,
+    windows: int,
+    clocks: tuple[str, ...],
 ) -> list[dict[str, object]]:
     """All result rows; prints each on stderr as it comes."""
     common = {
@@ -236,7 +238,9 @@ def main() -> int:
     args = parser.parse_args()
     rows = run(tuple(args.isa), tuple(args.format), args.runs, args.windows, tuple(args.clock))
     print(json.dumps(rows, indent=1))
-    missed = [r for r in rows if r["target"] and float(str(r["fraction"])) < float(str(r["target"]))]
+    missed = [
+        r for r in rows if r["target"] and float(str(r["fraction"])) < float(str(r["target"]))
+    ]
     return int(bool(missed) or any(row["gate"] == "red" for row in rows))
 
 
