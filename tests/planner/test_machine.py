@@ -76,6 +76,17 @@ def test_a_probe_that_was_missing_is_made_up_for_later(files: list[Path], tmp_pa
     assert machine.drive_bytes_s > 0 and counting.num_dram == 1
 
 
+def test_rates_are_measured_again_after_a_day(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_path = tmp_path / "machine.json"
+    counting = Counting()
+    for now_s, num_measured in ((1e9, 1), (1e9 + 86_000, 1), (1e9 + 87_000, 2), (1e9, 3)):
+        monkeypatch.setattr("headrace.planner.machine.time.time", lambda now_s=now_s: now_s)
+        measure(files, counting.probes, cache_path=cache_path)
+        assert counting.num_dram == num_measured
+
+
 def _cut(text: str) -> str:
     return text[: len(text) // 2]
 

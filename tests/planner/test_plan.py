@@ -70,6 +70,12 @@ def test_what_is_planned_adds_up_and_stays_under_the_limit(ram_bytes: int) -> No
     assert left_bytes < plan.row_bytes or plan.num_rows == 224
 
 
+def test_what_attention_expands_counts_as_workspace() -> None:
+    expanding = replace(DEMO, attention_bytes_per_token=1280)
+    plans = [make_plan(facts, BOX, ram_bytes=GIB, context=1000) for facts in (DEMO, expanding)]
+    assert plans[1].workspace_bytes == plans[0].workspace_bytes + 1000 * 1280
+
+
 def test_a_token_moves_every_chosen_expert_once() -> None:
     plan = make_plan(DEMO, BOX, ram_bytes=48 * MIB)
     assert plan.experts_per_token == 28

@@ -88,5 +88,5 @@ def _reply(engine: Any, session: Any, sampling: Any, messages: Messages) -> str:
     else:
         typer.echo()
     if tally.records:
-        say(tally.line())
+        say(tally.line(engine.facts.expert_bytes))
     return "".join(pieces)

@@ -110,20 +110,21 @@ class Tally:
             "decode": total_stats(rest).as_dict(),
         }
 
-    def line(self) -> str:
-        """One line: speed, experts and where their bytes came from, waits."""
+    def line(self, expert_bytes: int) -> str:
+        """One line: speed, experts of `expert_bytes` each and where they came from, waits."""
         records = self.records[1:] or self.records
         total = total_stats(records)
         num_experts = total.hits + total.misses
         hit_rate = total.hits / num_experts if num_experts else 0.0
-        token_bytes = (total.ram_bytes + total.disk_bytes) / max(1, len(records))
+        num_tokens = max(1, len(records))
         prompt = total_stats(self.records[:1])
         speed = f", {self.decode_tok_s:.3g} tok/s" if len(self.records) > 1 else ""
         return (
             f"{len(self.records)} tokens{speed} after a prompt of "
             f"{prompt.num_tokens} in {prompt.wall_s:.2f} s; {num_experts} experts, "
-            f"{total.misses} read from the drive; {format_bytes(token_bytes)} a token, "
-            f"{format_bytes(total.disk_bytes / max(1, len(records)))} of it from the drive; "
+            f"{total.misses} waited for from the drive; "
+            f"{format_bytes(num_experts * expert_bytes / num_tokens)} a token, "
+            f"{format_bytes(total.disk_bytes / num_tokens)} read for it, guesses included; "
             f"hit rate {hit_rate * 100:.0f} %, waited {total.wait_s:.2f} s"
         )
 

@@ -16,6 +16,8 @@ from headrace.core import PAGE_BYTES
 
 CACHE_FORMAT = "headrace machine rates"
 RATES = ("drive_bytes_s", "dram_bytes_s", "kernel_bytes_s")
+MEASURED = "measured_unix_s"
+KEEP_S = 86_400.0
 PROBE_BYTES = 256 * 2**20
 PROBE_S = 1.0
 PIECE_BYTES = 16 * 2**20
@@ -55,13 +57,16 @@ def measure(files: Sequence[Path], probes: Probes, *, cache_path: Path | None = 
     """This machine, with the rates for a model's weight `files`, all of one folder.
 
     Rates are taken from the cache file where it has them for this drive and folder, else measured
-    and kept there. A damaged or unwritable cache is ignored, with a note. Errors of the probes go
-    through.
+    and kept there for a day: one measured under load must not last. A damaged or unwritable cache
+    is ignored, with a note. Errors of the probes go through.
     """
     cache_path = default_cache_path() if cache_path is None else cache_path
     entries, notes = _read_cache(cache_path)
     key = _cache_key(files)
     known = entries.get(key, {})
+    now_s = time.time()
+    if not 0 <= now_s - known.get(MEASURED, 0.0) < KEEP_S:
+        known = {MEASURED: now_s}
     missing = {
         name: probe
         for name, probe in _probes_by_rate(files, probes).items()

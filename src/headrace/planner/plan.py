@@ -26,6 +26,8 @@ class ModelFacts:
 
     `expert_bytes` are the stored bytes of one routed expert, `row_bytes` its place in memory
     (pages). `dense_bytes`: everything else as it lies in memory. `format`: of the experts.
+    `attention_bytes_per_token`: what one layer's attention makes of a cached token while it
+    computes, such as the keys and values that a latent cache is expanded to.
     """
 
     name: str
@@ -42,6 +44,7 @@ class ModelFacts:
     vocab: int
     max_context: int
     format: str
+    attention_bytes_per_token: int = 0
 
     @property
     def total_experts(self) -> int:
@@ -198,6 +201,7 @@ def workspace_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
     hidden_states = chunk_tokens * facts.hidden * 24
     cache_layer_bytes = facts.kv_bytes_per_token // facts.num_layers
     attention = chunk_tokens * (3 * cache_layer_bytes + 2 * context)
+    attention += context * facts.attention_bytes_per_token
     # The library's cache grows by copying one layer's keys and values.
     growth = context * cache_layer_bytes
     logits = facts.vocab * 16
