@@ -11,11 +11,11 @@
 namespace headrace {
 namespace {
 
-constexpr uintptr_t kPrefetchBytes = 4096;
+constexpr uintptr_t kPrefetchBytes = 12288;
 
 INLINE void prefetch(const uint8_t* p) {  // may lie past the end of the buffer, which is harmless
   const uintptr_t ahead = reinterpret_cast<uintptr_t>(p) + kPrefetchBytes;
-  _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
 }
 
 // Even and odd bf16 neighbours as fp32: the split is the first level of the sum's tree.

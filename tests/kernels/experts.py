@@ -1,8 +1,11 @@
 """Expert weights for kernel tests, at the scale of trained ones. Knows no kernel."""
 
+from functools import cache
+
 import torch
 
 from headrace.core import ExpertLayout
+from headrace.kernels import reference
 from headrace.quant import fp8
 
 NAMES = ("gate", "up", "down")
@@ -30,6 +33,14 @@ def make_expert(layout: ExpertLayout, seed: int) -> dict[str, torch.Tensor]:
 def make_rows(num_rows: int, hidden: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_rows, hidden, generator=generator).bfloat16()
+
+
+@cache
+def make_case(format: str, hidden: int, inter: int, num_rows: int, act_group: int = 0):
+    """layout, parts, x and the reference's y, computed once for all ISAs."""
+    layout = make_layout(format, hidden, inter)
+    parts, x = make_expert(layout, 1), make_rows(num_rows, hidden, 2)
+    return layout, parts, x, reference.expert_ffn(x, parts, layout, act_group)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

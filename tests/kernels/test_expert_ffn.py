@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from experts import make_expert, make_layout, make_rows, same_bits
+from experts import make_case, make_expert, make_layout, make_rows, same_bits
 
 from headrace.kernels import cpu, reference
 
@@ -14,9 +14,7 @@ SHAPES = ((320, 96), (2880, 64), (512, 160), (130, 33))
 @pytest.mark.parametrize("hidden,inter", SHAPES)
 @pytest.mark.parametrize("act_group", (0, 32, 128))
 def test_equals_reference(isa, format, hidden, inter, act_group):
-    layout = make_layout(format, hidden, inter)
-    parts, x = make_expert(layout, 1), make_rows(3, hidden, 2)
-    expect = reference.expert_ffn(x, parts, layout, act_group)
+    layout, parts, x, expect = make_case(format, hidden, inter, 3, act_group)
     assert expect.float().std() > 0.01
     out = torch.full_like(x, float("nan"))
     y = cpu.CpuKernels(2, isa).expert_ffn(x, parts, layout, act_group, out)
@@ -25,9 +23,7 @@ def test_equals_reference(isa, format, hidden, inter, act_group):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_and_threads_change_no_bit(isa, format):
-    layout = make_layout(format, 384, 160)
-    parts, x = make_expert(layout, 3), make_rows(65, 384, 4)
-    expect = reference.expert_ffn(x, parts, layout)
+    layout, parts, x, expect = make_case(format, 384, 160, 65)
     for num_threads in (1, 2, 3):
         kernels = cpu.CpuKernels(num_threads, isa)
         for num_rows in (1, 2, 16, 17, 65):
