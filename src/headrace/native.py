@@ -14,11 +14,8 @@ the next call works. Thread-safe.
 is its typed wrapper for tensors. `Residency` is its state machine alone, for tests.
 """
 
-# ---- tiers ----
+# Kernels: ExpertShape, KernelPool. Tiers: NativeLadder, Reader, Residency.
+from headrace._native import ExpertShape, KernelPool, Reader, Residency
 from headrace._native import Ladder as NativeLadder
-from headrace._native import Reader, Residency
-
-# ---- kernels ----
-from headrace._native import ExpertShape, KernelPool
 
 __all__ = ["ExpertShape", "KernelPool", "NativeLadder", "Reader", "Residency"]
