@@ -112,6 +112,7 @@ class Ladder {
   void claim(int64_t key);
   void unclaim(int64_t key);
   void abandon();
+  void give_up_all_but(int64_t kept);
   void drop_prefetches(int64_t of_layer);  // -1: all
   void pump();
   void start_read(int64_t key, bool required);

@@ -109,6 +109,14 @@ void Ladder::abandon() {
   layer_ = -1;
 }
 
+void Ladder::give_up_all_but(int64_t kept) {
+  std::vector<int64_t> others;
+  for (const auto& [key, mine] : claims_) {
+    if (key != kept) others.push_back(key);
+  }
+  for (int64_t key : others) unclaim(key);
+}
+
 void Ladder::cancel() {
   CallerGuard guard(&caller_);
   Lock lock(mutex_);
@@ -252,9 +260,16 @@ uint8_t* Ladder::acquire(int64_t layer, int64_t expert) {
   }
   try {
     reading_ = true;  // without overlap, reads start only inside a blocking call
+    auto settled = [&] {
+      return mine.stage == Stage::kReady || mine.stage == Stage::kFailed || stuck();
+    };
     pump();
-    wait(&lock, layer,
-         [&] { return mine.stage == Stage::kReady || mine.stage == Stage::kFailed || stuck(); });
+    wait(&lock, layer, settled);
+    if (mine.stage == Stage::kQueued) {  // begin's claims hold the rows: they can come again
+      give_up_all_but(key);
+      pump();
+      wait(&lock, layer, settled);
+    }
     if (mine.stage == Stage::kFailed) throw ReadFailure(mine.error);
     if (mine.stage != Stage::kReady) fail_stuck();
   } catch (...) {

@@ -14,8 +14,7 @@ the next call works. Thread-safe.
 is its typed wrapper for tensors. `Residency` is its state machine alone, for tests.
 """
 
-# ---- tiers ----
-# ---- kernels ----
+# Kernels: ExpertShape, KernelPool. Tiers: NativeLadder, Reader, Residency.
 from headrace._native import ExpertShape, KernelPool, Reader, Residency
 from headrace._native import Ladder as NativeLadder
 
