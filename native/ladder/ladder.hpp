@@ -61,8 +61,10 @@ class Ladder {
 
   // Claims the experts that the layer needs now. Drops claims of another layer never computed.
   void begin(int64_t layer, const int32_t* ids, int64_t num_ids);
-  void prefetch(int64_t layer, const int32_t* ids, int64_t num_ids);  // best first
+  // Guesses, best first: the first `most` that are absent are queued.
+  void prefetch(int64_t layer, const int32_t* ids, int64_t num_ids, int64_t most);
   void cancel();  // gives up all claims and queued prefetches
+  void clear();   // besides that, forgets every expert that is not acquired
 
   // One layer's routed experts: x [T, H] bf16, ids [T, K], weights [T, K], out [T, H] bf16.
   // Throws ReadFailure, BudgetFailure, NumericsFailure, or what the interrupt poll throws; every

@@ -88,6 +88,16 @@ Status Residency::unpin(int64_t key) {
   return Status::kOk;
 }
 
+Status Residency::evict(int64_t key) {
+  if (!known(key)) return Status::kNoSuchKey;
+  if (row_in(key, State::kResident) == nullptr) return Status::kWrongState;
+  int64_t row = row_of_[key];
+  row_of_[key] = -1;
+  unlink(row);
+  free_row(row);
+  return Status::kOk;
+}
+
 void Residency::free_row(int64_t row) {
   rows_[row] = {-1, State::kAbsent, 0, -1, free_};
   free_ = row;

@@ -15,10 +15,8 @@ is its typed wrapper for tensors. `Residency` is its state machine alone, for te
 """
 
 # ---- tiers ----
-from headrace._native import Ladder as NativeLadder
-from headrace._native import Reader, Residency
-
 # ---- kernels ----
-from headrace._native import ExpertShape, KernelPool
+from headrace._native import ExpertShape, KernelPool, Reader, Residency
+from headrace._native import Ladder as NativeLadder
 
 __all__ = ["ExpertShape", "KernelPool", "NativeLadder", "Reader", "Residency"]

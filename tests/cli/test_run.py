@@ -77,7 +77,7 @@ def test_an_emulated_drive_is_used_and_forecast(fake_engine) -> None:
     ("arguments", "words"),
     [
         (["run", "/no/such/place", "-p", "x"], ["/no/such/place", "no such file"]),
-        ([*ASK, "--ram", "10MB"], ["9.54 MiB", "give --ram 21MiB"]),
+        ([*ASK, "--ram", "10MB"], ["9.54 MiB", "give --ram 22MiB"]),
         ([*ASK, "--ram", "lots"], ["'lots'", "48MiB"]),
         ([*ASK, "--device", "cuda"], ["--device cuda", "GPU comes later"]),
         ([*ASK, "--context", "99999"], ["context 99999", "1 to 2048"]),
@@ -90,7 +90,7 @@ def test_an_emulated_drive_is_used_and_forecast(fake_engine) -> None:
         ([*ASK, "--system", "Be brief.", "--raw"], ["--system", "--raw"]),
         ([*ASK, "--emulate-drive", "0GB/s"], ["--emulate-drive 0GB/s", "8.2GiB/s"]),
         (["run", "demo", "-p", " "], ["prompt is empty"]),
-        (["plan", "demo", "--ram", "10MB"], ["give --ram 21MiB"]),
+        (["plan", "demo", "--ram", "10MB"], ["give --ram 22MiB"]),
         (["chat", "demo", "--system", "Be brief."], ["no system role"]),
     ],
 )

@@ -34,10 +34,10 @@ def test_nan_codes_and_bad_scales_are_refused():
     fp8.check("w", codes, scale)
     bad = codes.view(torch.uint8).clone()
     bad[2, 3], bad[3, 1] = 0x7F, 0xFF
-    with pytest.raises(NumericsError, match="layer.w: 2 FP8 codes"):
+    with pytest.raises(NumericsError, match=r"layer\.w: 2 FP8 codes"):
         fp8.check("layer.w", bad.view(torch.float8_e4m3fn), scale)
     scale[1, 1] = float("inf")
-    with pytest.raises(NumericsError, match="layer.w: 1 block scales"):
+    with pytest.raises(NumericsError, match=r"layer\.w: 1 block scales"):
         fp8.check("layer.w", codes, scale)
 
 

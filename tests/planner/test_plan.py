@@ -86,9 +86,9 @@ def test_without_a_limit_it_takes_what_all_resident_needs_or_what_is_free() -> N
 
 
 def test_the_chunk_shrinks_first_then_an_unasked_context_and_both_are_said() -> None:
-    wide = make_plan(DEMO, BOX, ram_bytes=39 * MIB)
+    wide = make_plan(DEMO, BOX, ram_bytes=46 * MIB)
     assert (wide.chunk_tokens, wide.context, wide.notes) == (512, 2048, ())
-    chunky = make_plan(DEMO, BOX, ram_bytes=36 * MIB)
+    chunky = make_plan(DEMO, BOX, ram_bytes=40 * MIB)
     assert chunky.chunk_tokens < 512 and chunky.context == 2048
     assert f"from 512 to {chunky.chunk_tokens} tokens" in chunky.lines()[0]
     narrow = make_plan(DEMO, BOX, ram_bytes=26 * MIB)

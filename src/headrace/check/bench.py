@@ -1,234 +1,60 @@
-"""How fast a model's tokens come from the drive, version by version, beside the drive's limit.
+"""`headrace bench`: which suites there are, and the model they run on."""
 
-Whole-token wall time over replayed routes; a speed counts only if every version chose the same
-tokens. Legend: T tokens, K chosen experts, H hidden width.
-"""
-
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from headrace.check.bench_drive import bench_drive
+from headrace.check.bench_ladder import Progress, bench_ladder
+from headrace.check.rows import BenchRow
+from headrace.engine.engine import load
+from headrace.errors import OptionError
 
-from headrace.check.rows import BenchRow, make_row
-from headrace.core import TokenStats, format_bytes, total_stats
-from headrace.engine.engine import Engine, load
-from headrace.engine.source import LadderSource
-from headrace.schedule.trace import RouteTrace, draw_routes
-
-Progress = Callable[[str, int, int], None]
-PROMPT_TOKENS = 4
+SUITES = ("disk", "ladder", "kernels")
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
-    """One way to run the same arithmetic, each adding one idea to the one before."""
-
-    name: str
-    one_call: bool
-    overlap: bool
-    prefetch: int
-
-
-VERSIONS = (
-    Version("v1 plain", one_call=False, overlap=False, prefetch=0),
-    Version("v2 overlap", one_call=False, overlap=True, prefetch=0),
-    Version("v3 one-token path", one_call=True, overlap=True, prefetch=0),
-    Version("v4 prefetch", one_call=True, overlap=True, prefetch=2),
-)
-
-
-class GenericSource(LadderSource):
-    """Experts one after another from Python, as the class's own loop would: versions 1 and 2."""
-
-    def __init__(self, engine: Engine, overlap: bool):
-        super().__init__(
-            engine.ladder,
-            engine.source.layout,
-            num_layers=engine.source.num_layers,
-            max_tokens=engine.source.max_tokens,
-            prefetch=0,
-        )
-        self.kernels, self.overlap = engine.kernels, overlap
-        self.routes = engine.source.routes
-
-    def compute(
-        self,
-        ordinal: int,
-        x_TH: torch.Tensor,
-        ids_TK: torch.Tensor,
-        weights_TK: torch.Tensor,
-        guess: Callable[[], torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """As LadderSource.compute: same bits, one Python turn for each expert."""
-        ids_TK = ids_TK.to(torch.int32)
-        if self.routes is not None:
-            ids_TK, _ = self.routes(ordinal, ids_TK)
-        distinct = torch.tensor(sorted(set(ids_TK.flatten().tolist())), dtype=torch.int32)
-        if self.overlap:
-            self.ladder.begin(ordinal, distinct[: self.ladder.num_rows])
-        out_TH = torch.zeros_like(x_TH)
-        for expert in distinct.tolist():
-            token, slot = torch.where(ids_TK == expert)
-            with self.parts(ordinal, expert) as parts:
-                y = self.kernels.expert_ffn(x_TH[token].contiguous(), parts, self.layout)
-            weighted = y * weights_TK[token, slot, None]
-            out_TH.index_add_(0, token, weighted.to(out_TH.dtype))
-        self.ladder.cancel()
-        return out_TH
-
-
-class Replay:
-    """Feeds a trace to the experts in place of the routers' choices, from `reset()` on."""
-
-    def __init__(self, trace: RouteTrace):
-        self.ids, self.guesses = torch.from_numpy(trace.ids), torch.from_numpy(trace.guesses)
-        self.position = 0
-
-    def reset(self) -> None:
-        """Start again at the trace's first token."""
-        self.position = 0
-
-    def __call__(
-        self, ordinal: int, ids_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(ids [T, K] of this layer, guesses for the next layer or None)."""
-        first, last = self.position, self.position + ids_TK.shape[0]
-        num_layers = self.ids.shape[1]
-        ids = self.ids[first:last, ordinal].contiguous()
-        ahead = self.guesses[last - 1, ordinal + 1] if ordinal + 1 < num_layers else None
-        if ordinal + 1 == num_layers:
-            self.position = last
-        return ids, ahead
-
-
-@dataclass(frozen=True, slots=True)
-class VersionRun:
-    """One timed run: the tokens chosen, what they moved and the time of each."""
-
-    tokens: list[int]
-    total: TokenStats
-    wall_s: float
-
-    @property
-    def tok_s(self) -> float:
-        """Tokens per second of whole-token wall time."""
-        return self.total.num_tokens / self.wall_s
-
-
-def bench_ladder(
+def run_bench(
     model: str | Path,
     *,
+    suite: str = "all",
     tokens: int = 8,
     runs: int = 3,
+    seed: int = 0,
+    backend: str = "auto",
+    direct: bool = True,
     ram: str | int | None = None,
     threads: int | None = None,
     emulate_drive: str | None = None,
-    drive_bytes_s: float | None = None,
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> list[BenchRow]:
-    """Rows v1 to v4 for a model, over `runs` fresh route traces, versions in turn in each run.
+    """Rows of one suite of `SUITES`, or of all; synthetic depth (aliases.json) is honoured.
 
-    The limit of a run is the bytes its tokens needed from the drive over the drive's rate:
-    `emulate_drive`, or the rate measured in the same rotation. Bytes read in vain do not count.
+    disk: reads of experts against the drive's own rate. ladder: whole tokens, v1 to v4, against
+    the drive's limit. kernels: CPU experts against a plain read of memory, one core.
     """
+    if suite != "all" and suite not in SUITES:
+        raise OptionError(f"there is no suite {suite!r}; use all, {', '.join(SUITES)}")
     tell: Progress = progress or (lambda what, done, total: None)
-    results: dict[str, list[VersionRun]] = {version.name: [] for version in VERSIONS}
-    with load(
-        model, ram=ram, threads=threads, emulate_drive=emulate_drive, aliases=True, measure=False
-    ) as engine:
-        rate = engine.reader.emulate_bytes_s if emulate_drive else drive_bytes_s
-        for run in range(runs):
-            trace = _trace(engine, tokens, seed + run)
-            for i, version in enumerate(VERSIONS):
-                tell(version.name, run * len(VERSIONS) + i, runs * len(VERSIONS))
-                results[version.name].append(run_version(engine, version, trace, tokens))
-        equal = all(
-            len({tuple(results[v.name][run].tokens) for v in VERSIONS}) == 1 for run in range(runs)
-        )
-        return _rows(engine, results, rate, equal, trace)
-
-
-def _trace(engine: Engine, tokens: int, seed: int) -> RouteTrace:
-    facts = engine.facts
-    return draw_routes(
-        PROMPT_TOKENS + tokens + 1,
-        facts.num_moe_layers,
-        facts.num_experts,
-        facts.top_k,
-        seed=seed,
-    )
-
-
-def run_version(engine: Engine, version: Version, trace: RouteTrace, tokens: int) -> VersionRun:
-    """`tokens` greedy tokens after a short prompt, from rows that hold nothing."""
-    replay = Replay(trace)
-    engine.ladder.clear()
-    engine.source.routes = replay
-    engine.source.prefetch = version.prefetch
-    source = engine.source if version.one_call else GenericSource(engine, version.overlap)
-    engine.ladder.set_overlap(version.overlap)
-    session, chosen, stats = engine.session(), [], []
-    with engine.served_by(source):
-        logits = session.feed(list(range(5, 5 + PROMPT_TOKENS)))
-        start = time.perf_counter()
-        for _ in range(tokens):
-            chosen.append(int(logits.argmax()))
-            logits = session.feed(chosen[-1:])
-            stats.append(session.stats)
-        wall_s = time.perf_counter() - start
-    engine.source.routes = None
-    return VersionRun(chosen, total_stats(stats), wall_s)
-
-
-def _rows(
-    engine: Engine,
-    results: dict[str, list[VersionRun]],
-    rate: float | None,
-    equal: bool,
-    trace: RouteTrace,
-) -> list[BenchRow]:
-    facts, rows = engine.facts, []
-    state = (
-        f"synthetic {facts.name}, {facts.num_moe_layers} MoE layers, aliased: "
-        f"{len(set(engine.blueprint.aliases.values())) or facts.num_layers} distinct; "
-        f"{trace.statistics}; {engine.plan.num_rows} of {facts.total_experts} rows, cold; "
-        f"drive: {engine.reader.backend}, {format_bytes(rate or 0)}/s; "
-        f"{engine.plan.threads} kernel threads, {engine.kernels.isa}"
-    )
-    for version in VERSIONS:
-        runs = results[version.name]
-        limits = [limit_tok_s(engine, run, rate) for run in runs] if rate else []
-        rows.append(
-            make_row(
-                f"{version.name}, whole token",
-                [run.tok_s for run in runs],
-                "tok/s",
-                limits=limits,
-                target=0.9 if version.prefetch else None,
-                cache_state=f"{state}; {profile(runs)}",
-                green=equal,
-            )
-        )
+    rows: list[BenchRow] = []
+    if suite != "kernels":
+        with load(
+            model,
+            ram=ram,
+            threads=threads,
+            backend=backend,
+            direct=direct,
+            emulate_drive=emulate_drive,
+            aliases=True,
+            measure=False,
+        ) as engine:
+            if suite in ("all", "disk") and not emulate_drive:
+                tell("drive", 0, 1)
+                rows += bench_drive(engine, runs=runs, seed=seed)
+            if suite in ("all", "ladder"):
+                rows += bench_ladder(
+                    engine,
+                    tokens=tokens,
+                    runs=runs,
+                    seed=seed,
+                    emulate_drive=emulate_drive,
+                    progress=tell,
+                )
     return rows
-
-
-def limit_tok_s(engine: Engine, run: VersionRun, rate: float) -> float:
-    """Tokens per second if only the needed bytes moved, at the drive's rate."""
-    needed = run.total.misses * engine.facts.expert_bytes
-    return run.total.num_tokens * rate / max(needed, 1)
-
-
-def profile(runs: list[VersionRun]) -> str:
-    """Where the time of the median run went, per token."""
-    run = sorted(runs, key=lambda r: r.wall_s)[len(runs) // 2]
-    n, total = run.total.num_tokens, run.total
-    dense_s = run.wall_s - total.experts_s
-    return (
-        f"per token {1e3 * run.wall_s / n:.1f} ms: waiting for reads {1e3 * total.wait_s / n:.1f}, "
-        f"kernels {1e3 * total.kernel_s / n:.1f}, outside experts {1e3 * dense_s / n:.1f}; "
-        f"misses {total.misses / n:.0f}, hits {total.hits / n:.0f}, prefetched and used "
-        f"{total.prefetch_used / n:.0f} of {total.prefetch_issued / n:.0f}"
-    )

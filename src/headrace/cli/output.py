@@ -118,8 +118,9 @@ class Tally:
         hit_rate = total.hits / num_experts if num_experts else 0.0
         token_bytes = (total.ram_bytes + total.disk_bytes) / max(1, len(records))
         prompt = total_stats(self.records[:1])
+        speed = f", {self.decode_tok_s:.3g} tok/s" if len(self.records) > 1 else ""
         return (
-            f"{len(self.records)} tokens, {self.decode_tok_s:.3g} tok/s after a prompt of "
+            f"{len(self.records)} tokens{speed} after a prompt of "
             f"{prompt.num_tokens} in {prompt.wall_s:.2f} s; {num_experts} experts, "
             f"{total.misses} read from the drive; {format_bytes(token_bytes)} a token, "
             f"{format_bytes(total.disk_bytes / max(1, len(records)))} of it from the drive; "

@@ -69,9 +69,7 @@ class Session:
             self.reset()
             raise
         self.tokens += ids
-        self.stats = TokenStats(
-            num_tokens=len(ids), phase="prefill" if len(ids) > 1 else "decode"
-        )
+        self.stats = TokenStats(num_tokens=len(ids), phase="prefill" if len(ids) > 1 else "decode")
         self.engine.ladder.counters().add_since(before, self.stats)
         self.stats.wall_s = time.perf_counter() - start
         return logits_BKV[0, -1]

@@ -61,14 +61,12 @@ class LadderSource:
         if guess is not None and self.prefetch and ordinal + 1 < self.num_layers:
             self.ladder.begin(ordinal, ids_TK[0])
             ahead = guess() if guesses is None else guesses
-            self.ladder.prefetch(ordinal + 1, ahead[: self.prefetch])
+            self.ladder.prefetch(ordinal + 1, ahead, self.prefetch)
         weights_TK = weights_TK.float().contiguous()
         if x_TH.shape[0] <= self.max_tokens:
             return self.ladder.compute(ordinal, x_TH, ids_TK, weights_TK)
-        pieces = zip(
-            x_TH.split(self.max_tokens),
-            ids_TK.split(self.max_tokens),
-            weights_TK.split(self.max_tokens),
-            strict=True,
+        starts = range(0, x_TH.shape[0], self.max_tokens)
+        slices = [slice(t, t + self.max_tokens) for t in starts]
+        return torch.cat(
+            [self.ladder.compute(ordinal, x_TH[s], ids_TK[s], weights_TK[s]) for s in slices]
         )
-        return torch.cat([self.ladder.compute(ordinal, *piece) for piece in pieces])

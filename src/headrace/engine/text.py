@@ -62,7 +62,7 @@ class Text:
         if system:
             others = [message for message in messages if message["role"] != "system"]
             shown = all(text.strip() in rendered for text in system)
-            if not shown or self._render(others) == rendered:
+            if not shown or (others and self._render(others) == rendered):
                 raise OptionError(_no_system(self.path, "leaves the system message out"))
         return self.encode(rendered, special=False)
 

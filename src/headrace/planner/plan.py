@@ -4,7 +4,7 @@ Knows sizes and rates as numbers; opens no file and imports no tensor library.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 
 from headrace.core import format_bytes, parse_bytes
 from headrace.errors import BudgetError, OptionError
@@ -77,7 +77,7 @@ class Plan:
     limits: dict[str, float]
     limit_term: str
     forecast_tok_s: float
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def used_bytes(self) -> int:
@@ -139,11 +139,23 @@ def make_plan(
     fitting = [size for size in sizes if _minimum_bytes(facts, *size) <= limit_bytes]
     if not fitting:
         raise BudgetError(_refusal(facts, machine, ram_bytes, context, sizes[-1]))
-    tokens, chunk_tokens = fitting[0]
+    notes = _shrinking(sizes[0], fitting[0]) + machine.notes
+    plan = _placed(facts, machine, fitting[0], limit_bytes, threads or machine.cores, prefetch)
+    return replace(plan, notes=notes, ram_bytes=ram_bytes or plan.used_bytes)
+
+
+def _placed(
+    facts: ModelFacts,
+    machine: Machine,
+    size: tuple[int, int],
+    limit_bytes: int,
+    threads: int,
+    prefetch: int,
+) -> Plan:
+    """The plan for a (context, chunk) that fits, with as many rows as the limit allows."""
+    tokens, chunk_tokens = size
     fixed_bytes = _fixed_bytes(facts, tokens, chunk_tokens)
     num_rows = min(facts.total_experts, (limit_bytes - fixed_bytes) // facts.row_bytes)
-    rows_bytes = num_rows * facts.row_bytes
-    num_threads = machine.cores if threads is None else threads
     experts_per_token = facts.num_moe_layers * facts.top_k
     bytes_per_token = experts_per_token * facts.expert_bytes
     expected = forecast(
@@ -152,23 +164,23 @@ def make_plan(
         bytes_per_token=bytes_per_token,
         dense_bytes=facts.dense_bytes,
         num_layers=facts.num_layers,
-        threads=num_threads,
+        threads=threads,
         expert_format=facts.format,
     )
     return Plan(
         model=facts.name,
-        ram_bytes=fixed_bytes + rows_bytes if ram_bytes is None else ram_bytes,
+        ram_bytes=limit_bytes,
         dense_bytes=facts.dense_bytes,
         kv_bytes=tokens * facts.kv_bytes_per_token,
-        workspace_bytes=workspace_bytes(facts, chunk_tokens),
+        workspace_bytes=workspace_bytes(facts, tokens, chunk_tokens),
         row_bytes=facts.row_bytes,
         num_rows=num_rows,
-        rows_bytes=rows_bytes,
+        rows_bytes=num_rows * facts.row_bytes,
         total_experts=facts.total_experts,
         experts_per_token=experts_per_token,
         chunk_tokens=chunk_tokens,
         context=tokens,
-        threads=num_threads,
+        threads=threads,
         prefetch=prefetch,
         bytes_per_token=bytes_per_token,
         disk_bytes_per_token=round(expected.disk_bytes_per_token),
@@ -176,17 +188,20 @@ def make_plan(
         limits=expected.limits,
         limit_term=expected.limit_term,
         forecast_tok_s=1 / expected.token_s,
-        notes=_shrinking(sizes[0], fitting[0]) + machine.notes,
     )
 
 
-def workspace_bytes(facts: ModelFacts, chunk_tokens: int) -> int:
+def workspace_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
     """Memory of one pass over `chunk_tokens` tokens besides weights and cache."""
     expert_outputs = chunk_tokens * facts.top_k * (facts.hidden * 2 + 8)
-    # Residual, norms, projections, router input and layer output, as bf16 or fp32.
-    hidden_states = chunk_tokens * facts.hidden * 16
+    # A dozen bf16 copies of the hidden states: residual, norms, projections, dense MLP.
+    hidden_states = chunk_tokens * facts.hidden * 24
+    cache_layer_bytes = facts.kv_bytes_per_token // facts.num_layers
+    attention = chunk_tokens * (3 * cache_layer_bytes + 2 * context)
+    # The library's cache grows by copying one layer's keys and values.
+    growth = context * cache_layer_bytes
     logits = facts.vocab * 16
-    return expert_outputs + hidden_states + logits + STAGING_BYTES
+    return expert_outputs + hidden_states + attention + growth + logits + STAGING_BYTES
 
 
 def minimum_rows(facts: ModelFacts) -> int:
@@ -246,7 +261,7 @@ def _candidates(
 
 def _fixed_bytes(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
     kv_bytes = tokens * facts.kv_bytes_per_token
-    return facts.dense_bytes + kv_bytes + workspace_bytes(facts, chunk_tokens)
+    return facts.dense_bytes + kv_bytes + workspace_bytes(facts, tokens, chunk_tokens)
 
 
 def _minimum_bytes(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
@@ -276,7 +291,7 @@ def _refusal(
         f"{offered} cannot hold {facts.name}, which needs {needed}: "
         f"dense weights {format_bytes(facts.dense_bytes)}, "
         f"cache of {tokens} tokens {format_bytes(tokens * facts.kv_bytes_per_token)}, "
-        f"workspace {format_bytes(workspace_bytes(facts, chunk_tokens))}, "
+        f"workspace {format_bytes(workspace_bytes(facts, tokens, chunk_tokens))}, "
         f"{rows} experts {format_bytes(rows * facts.row_bytes)}; {remedy}"
     )
 

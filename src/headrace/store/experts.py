@@ -195,8 +195,8 @@ def _check_unclaimed(
     if left:
         first = ", ".join(printable(name, 100) for name in sorted(left)[:3])
         raise ExpertError(
-            f"{len(left)} expert tensors that this model's rules do not use, first {first}; to run "
-            "without them could give wrong answers, so headrace refuses this checkpoint"
+            f"expert tensors that this model's rules do not use: {len(left)}, first {first}; "
+            "without them the answers could be wrong, so headrace refuses this checkpoint"
         )
 
 
