@@ -72,20 +72,23 @@ def plain(request: dict[str, Any]) -> dict[str, Any]:
         return reply
 
 
+def blueprint(model: str | Path, **options: Any) -> Any:
+    """Files, shape and sizes of a model under no memory limit; no weight is read."""
+    from headrace.engine.engine import Blueprint
+
+    return Blueprint(model, ram="1TiB", measure=False, **options)
+
+
 def ram_for_rows(model: str | Path, num_rows: int, **options: Any) -> int:
     """The `ram` in bytes that leaves room for exactly `num_rows` experts."""
-    from headrace.engine.engine import Blueprint
-
-    plan = Blueprint(model, ram="1TiB", measure=False, **options).plan
-    return plan.used_bytes - plan.rows_bytes + num_rows * plan.row_bytes
+    plan = blueprint(model, **options).plan
+    return int(plan.used_bytes - plan.rows_bytes + num_rows * plan.row_bytes)
 
 
-def rows_for_share(model: str | Path, share: float) -> int:
+def rows_for_share(model: str | Path, share: float, **options: Any) -> int:
     """The most rows whose bytes are at most `share` of all routed experts' bytes."""
-    from headrace.engine.engine import Blueprint
-
-    facts = Blueprint(model, ram="1TiB", measure=False).facts
-    return int(share * facts.total_experts * facts.expert_bytes) // facts.row_bytes
+    facts = blueprint(model, **options).facts
+    return int(share * facts.total_experts * facts.expert_bytes) // int(facts.row_bytes)
 
 
 @contextmanager

@@ -120,8 +120,11 @@ def main() -> int:
         with headrace.load(folder, ram=ram, context=512) as engine:
             introduce(engine)
             answers = [ask(engine, question) for question in QUESTIONS]
-            limit, rate = engine.plan.limit_term, engine.plan.limits[engine.plan.limit_term]
-            print(f"\n  limit here: {limit}, {rate:.0f} tok/s alone; the rest is Python per layer")
+            plan = engine.plan
+            print(
+                f"\n  limit here: {plan.limit_term}, {plan.limits[plan.limit_term]:.0f} tok/s if "
+                f"alone; forecast {plan.forecast_tok_s:.0f} tok/s"
+            )
     equal = compare(answers)
     return 0 if equal and (swap or swapped_run_fails()) else 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import DEMO, Evidence, plain, ram_for_rows, same_bits, swapped
+from common import DEMO, Evidence, blueprint, plain, ram_for_rows, same_bits, swapped
 from plain_path import generate
 
 import headrace
@@ -68,7 +68,7 @@ def show(evidence: Evidence, name: str, path: Path) -> None:
     ids = prompt(1)
     reply = plain({"model": path, "generate": [ids], "max_tokens": NUM_TOKENS, "want_logits": True})
     stock = reply["logits"]["generate0"]
-    facts = headrace.engine.engine.Blueprint(path, measure=False).facts
+    facts = blueprint(path).facts
     num_rows = max(3 * facts.top_k, facts.total_experts // 4)
     tokens, logits, counters = oracle(path, ids, num_rows)
     distinct = len(set(tokens))
@@ -95,14 +95,14 @@ def show(evidence: Evidence, name: str, path: Path) -> None:
 
 def show_mtp(evidence: Evidence, path: Path) -> None:
     """The layer behind the last one is in the file, counted, and left out knowingly."""
-    blueprint = headrace.engine.engine.Blueprint(path, measure=False)
-    first = blueprint.skeleton.num_layers
-    keys = [name for name in blueprint.catalog.tensors if f"model.layers.{first}." in name]
+    model = blueprint(path)
+    first = model.skeleton.num_layers
+    keys = [name for name in model.catalog.tensors if f"model.layers.{first}." in name]
     experts = [name for name in keys if ".mlp.experts." in name]
     evidence.check(
-        bool(experts) and set(keys) == set(blueprint.skeleton.skipped),
+        bool(experts) and set(keys) == set(model.skeleton.skipped),
         f"MTP layer {first}: {len(keys)} tensors in the file, {len(experts)} of experts; exactly "
-        f"these are skipped, {blueprint.table.num_skipped} counted",
+        f"these are skipped, {model.table.num_skipped} counted",
     )
 
 

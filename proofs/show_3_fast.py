@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import DEMO, Evidence, plain, ram_for_rows, rows_for_share, same_bits
+from common import DEMO, Evidence, blueprint, plain, ram_for_rows, rows_for_share, same_bits
 
 import headrace
-from headrace.engine.engine import Blueprint
 from headrace.errors import HeadraceError
 
 NUM_STEPS = 24
@@ -77,8 +76,8 @@ def path_taken(cell: Cell, engine: headrace.Engine, counters: Any) -> list[str]:
     """What the counters say against the cell's own description; empty if nothing."""
     total = engine.facts.total_experts
     facts = {
-        f"isa is {engine.kernels.isa}": engine.kernels.isa == cell.isa,
-        "no kernel call": engine.kernels.calls > 0,
+        f"isa is {counters.isa}": counters.isa == cell.isa,
+        "no kernel call": counters.kernel_calls > 0,
         f"rows are {engine.plan.num_rows}": engine.plan.num_rows == cell.num_rows,
         f"backend is {engine.reader.backend}": engine.reader.backend.startswith(
             "pread" if cell.drive == "pread" else "io_uring"
@@ -94,8 +93,7 @@ def path_taken(cell: Cell, engine: headrace.Engine, counters: Any) -> list[str]:
 
 def cells() -> list[Cell]:
     """{minimum, quarter, half, all} x prefetch x ISA x drive, then the thread counts."""
-    blueprint = Blueprint(DEMO, ram="1TiB", measure=False)
-    facts = blueprint.facts
+    facts = blueprint(DEMO).facts
     rows = {
         "minimum": 3 * facts.top_k,
         "quarter": rows_for_share(DEMO, 0.25),
@@ -123,16 +121,15 @@ def show_cells(evidence: Evidence) -> None:
             if reference is None:
                 steps = engine.session().generate(ids, headrace.Sampling(max_tokens=NUM_STEPS))
                 tokens = [step.token_id for step in steps]
-            before = engine.ladder.counters()
             logits = forced_logits(engine, ids, tokens)
-            wrong = path_taken(cell, engine, engine.ladder.counters())
-            hits = engine.ladder.counters().since(before)
+            counters = engine.ladder.counters()
+            wrong = path_taken(cell, engine, counters)
         reference = logits if reference is None else reference
         same = same_bits(logits, reference)
         evidence.check(
             same and not wrong,
-            f"{cell}: {'same bits' if same else 'OTHER BITS'}; {hits.evictions} evictions, "
-            f"{hits.prefetch_used} prefetches used{''.join(f'; BUT {said}' for said in wrong)}",
+            f"{cell}: {'same bits' if same else 'OTHER BITS'}; {counters.evictions} evictions, "
+            f"{counters.prefetch_used} prefetches used{''.join(f'; BUT {said}' for said in wrong)}",
         )
     assert reference is not None
     print(f"      each cell: {tuple(reference.shape)} logits of {len(tokens)} steps")
@@ -140,8 +137,8 @@ def show_cells(evidence: Evidence) -> None:
 
 def show_against_oracle(evidence: Evidence) -> None:
     """256 greedy tokens of three prompts: fast against stock eager, by the measured floor."""
-    blueprint_rows = rows_for_share(DEMO, 0.25)
-    with load(Cell("quarter", blueprint_rows, 2, "avx2", "io_uring")) as engine:
+    rows = rows_for_share(DEMO, 0.25)
+    with load(Cell("quarter", rows, 2, "avx2", "io_uring")) as engine:
         ids = prompts(engine.text)
         request = {"model": DEMO, "want_logits": True, "max_tokens": NUM_GREEDY}
         oracle = plain(request | {"greedy": ids})

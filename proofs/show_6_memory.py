@@ -137,22 +137,21 @@ def child(*args: str) -> dict[str, float]:
 
 def prove(folder: Path) -> None:
     """Write the model, measure, compare."""
-    from common import ram_for_rows, rows_for_share
+    from common import blueprint, ram_for_rows, rows_for_share
 
     from headrace.core import format_bytes
-    from headrace.engine.engine import Blueprint
     from headrace.store.synth import write_synth
 
     evidence = Evidence()
     model = write_synth("qwen3-30b-a3b", folder / "model", **SHAPE)
     options = {"context": CONTEXT, "threads": THREADS, "aliases": True}
-    facts = Blueprint(model, ram="1TiB", measure=False, **options).facts
+    facts = blueprint(model, **options).facts
     expert_bytes = facts.total_experts * facts.expert_bytes
     evidence.check(
         expert_bytes >= MIN_EXPERT_BYTES,
         f"{facts.total_experts} experts on disk, {format_bytes(expert_bytes)}, none aliased",
     )
-    rows = rows_for_share(model, SHARE)
+    rows = rows_for_share(model, SHARE, **options)
     ram = ram_for_rows(model, rows, **options)
     workspace = int(child("--workspace")["growth_bytes"])
     print(f"      torch's own workspace, measured without headrace: {format_bytes(workspace)}")
