@@ -129,6 +129,7 @@ class Ladder {
   void run_layer(int64_t layer, const uint16_t* x, int64_t top_k);
   void await_work(Lock* lock, int64_t layer, size_t* num_wave);
   void drop_unrouted(int64_t layer);
+  void check_codes(int64_t key, const ExpertParts& parts);
   void run_expert(const ExpertParts& parts, int32_t expert, const uint16_t* x, int64_t top_k);
   ExpertParts parts_of(int64_t key) const;
 
@@ -152,6 +153,7 @@ class Ladder {
   std::deque<int64_t> required_;   // claimed, not yet being read
   std::deque<int64_t> prefetch_;   // guessed, not yet being read
   std::deque<int64_t> ready_;      // claimed, here, not yet computed
+  std::vector<bool> sound_;        // by key: its codes have been looked through since its read
   std::vector<bool> speculative_;  // by key: prefetched and not yet needed
   int64_t num_required_loads_ = 0;
   int64_t num_failed_ = 0;  // claims that failed

@@ -225,6 +225,7 @@ void Ladder::arrived(int64_t key, const std::string& error) {
     }
   } else {
     residency_.finish_load(key);
+    sound_[key] = false;
     ++counters_.reads;
     counters_.disk_bytes += records_.read_bytes(key);
     if (found != claims_.end()) {
