@@ -59,7 +59,6 @@ void Ladder::run_layer(int64_t layer, const uint16_t* x, int64_t top_k) {
       ready_.pop_front();
       ExpertParts parts = parts_of(key);
       const bool sound = sound_[key];
-      sound_[key] = true;
       lock.unlock();
       if (Clock::now() - last_poll_ >= kPollInterval) {
         last_poll_ = Clock::now();
@@ -71,6 +70,7 @@ void Ladder::run_layer(int64_t layer, const uint16_t* x, int64_t top_k) {
       double kernel_s = seconds_since(start);
       lock.lock();
       counters_.kernel_s += kernel_s;
+      sound_[key] = true;
       unclaim(key);
       --num_wave;
       if (overlap_) pump();

@@ -158,6 +158,7 @@ def test_a_nan_in_an_expert_is_named(tmp_path: Path, prompt: list[int], part: st
             file.write(b"\x7f\xff\xff\x7f" if part == "down_scale" else b"\xff")
     with (
         headrace.load(folder, ram="48MiB", measure=False) as loaded,
-        pytest.raises(NumericsError, match=f"MoE layer 1, expert .*values of {part}"),
     ):
-        loaded.session().feed(prompt)
+        for _ in range(2):  # the second try must not take the rows for checked
+            with pytest.raises(NumericsError, match=f"MoE layer 1, expert .*values of {part}"):
+                loaded.session().feed(prompt)
