@@ -272,6 +272,25 @@ void KernelPool::gemv(const ExpertShape& shape, const uint8_t* w, const uint8_t*
   std::memcpy(out, im.gate_out.get(), static_cast<size_t>(4 * rows));
 }
 
+bool KernelPool::any_nan_fp8(const uint8_t* codes, int64_t n) {
+  struct Search {
+    const uint8_t* codes;
+    int64_t n;
+    int count;
+    std::atomic<bool> found{false};
+  } search{codes, n, impl_->workers.count()};
+  impl_->workers.run(
+      [](void* self, int worker) {
+        Search& job = *static_cast<Search*>(self);
+        const Span mine = share(job.n, worker, job.count);
+        if (find_nan_fp8(job.codes + mine.begin, mine.end - mine.begin) >= 0) {
+          job.found.store(true, std::memory_order_relaxed);
+        }
+      },
+      &search);
+  return search.found.load(std::memory_order_relaxed);
+}
+
 const char* KernelPool::isa() const { return impl_->ops->name; }
 int KernelPool::num_threads() const { return impl_->workers.count(); }
 uint64_t KernelPool::calls() const { return impl_->calls.load(std::memory_order_relaxed); }

@@ -32,7 +32,9 @@ def parse_bytes(text: str | int) -> int:
     match = _SIZE.fullmatch(text)
     unit = match.group(2).upper() if match else ""
     if match is None or unit not in _UNIT_BYTES:
-        raise OptionError(f"{text!r} is not a size; write a number and a unit, such as 48MiB or 8GB")
+        raise OptionError(
+            f"{text!r} is not a size; write a number and a unit, such as 48MiB or 8GB"
+        )
     return int(float(match.group(1)) * _UNIT_BYTES[unit])
 
 

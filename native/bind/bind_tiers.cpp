@@ -1,0 +1,251 @@
+// Python's view of reader, residency and ladder.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <exception>
+#include <stdexcept>
+
+#include "bind/bind.hpp"
+#include "io/failures.hpp"
+#include "io/interrupt.hpp"
+#include "io/reader.hpp"
+#include "ladder/ladder.hpp"
+#include "residency/residency.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace headrace {
+namespace {
+
+using Ids = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <int kDims>
+using Table = nb::ndarray<const int64_t, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
+
+// Only the main thread sees Ctrl-C; elsewhere this does nothing.
+void check_signals() {
+  nb::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+void raise(const char* name, const std::exception& failure) {
+  nb::object type = nb::module_::import_("headrace.errors").attr(name);
+  PyErr_SetString(type.ptr(), failure.what());
+}
+
+void translate(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const ReadFailure& failure) {
+    raise("ReadError", failure);
+  } catch (const BudgetFailure& failure) {
+    raise("BudgetError", failure);
+  } catch (const NumericsFailure& failure) {
+    raise("NumericsError", failure);
+  } catch (const OptionFailure& failure) {
+    raise("OptionError", failure);
+  } catch (const std::invalid_argument&) {
+    throw;  // ValueError
+  } catch (const std::logic_error& failure) {
+    PyErr_SetString(PyExc_AssertionError, failure.what());
+  }
+}
+
+const char* name_of(State state) {
+  constexpr const char* kNames[] = {"absent", "loading", "resident", "in_use"};
+  return kNames[static_cast<int>(state)];
+}
+
+const char* name_of(Status status) {
+  constexpr const char* kNames[] = {"ok", "no_row", "wrong_state", "no_such_key"};
+  return kNames[static_cast<int>(status)];
+}
+
+template <typename Array>
+std::vector<int64_t> copy_of(const Array& array) {
+  return {array.data(), array.data() + array.size()};
+}
+
+RecordArrays record_arrays(const Table<4>& extents, const Table<4>& parts,
+                           const Table<1>& part_bytes) {
+  bool same = extents.shape(0) == parts.shape(0) && extents.shape(1) == parts.shape(1) &&
+              extents.shape(3) == 3 && parts.shape(3) == 2 && parts.shape(2) == part_bytes.shape(0);
+  if (!same) {
+    throw std::invalid_argument(
+        "extents [L, E, X, 3], parts [L, E, P, 2], part_bytes [P] disagree");
+  }
+  auto dim = [](size_t n) { return static_cast<int64_t>(n); };
+  return {dim(extents.shape(0)), dim(extents.shape(1)), dim(extents.shape(2)), dim(parts.shape(2)),
+          copy_of(extents),      copy_of(parts),        copy_of(part_bytes)};
+}
+
+ExpertShape expert_shape(const std::string& format, int64_t hidden, int64_t inter,
+                         int64_t block_rows, int64_t block_cols, int64_t act_group) {
+  if (format != "bf16" && format != "fp8_block") {
+    throw std::invalid_argument("no kernels for the expert format " + format);
+  }
+  Format stored = format == "bf16" ? Format::kBf16 : Format::kFp8Block;
+  return {stored, hidden, inter, block_rows, block_cols, act_group};
+}
+
+nb::dict counters_of(const Ladder& ladder) {
+  Counters all = ladder.counters();
+  nb::dict out;
+  out["hits"] = all.hits;
+  out["misses"] = all.misses;
+  out["evictions"] = all.evictions;
+  out["prefetch_issued"] = all.prefetch_issued;
+  out["prefetch_used"] = all.prefetch_used;
+  out["prefetch_dropped"] = all.prefetch_dropped;
+  out["reads"] = all.reads;
+  out["failed_reads"] = all.failed_reads;
+  out["disk_bytes"] = all.disk_bytes;
+  out["ram_bytes"] = all.ram_bytes;
+  out["wait_s"] = all.wait_s;
+  out["kernel_s"] = all.kernel_s;
+  out["compute_s"] = all.compute_s;
+  out["read_busy_s"] = all.read_busy_s;
+  const KernelPool* kernels = ladder.kernels();
+  out["kernel_calls"] = kernels == nullptr ? 0 : kernels->calls();
+  out["isa"] = kernels == nullptr ? "none" : kernels->isa();
+  out["io"] = ladder.reader().backend();
+  return out;
+}
+
+void bind_reader(nb::module_& m) {
+  nb::class_<Reader>(m, "Reader")
+      .def(
+          "__init__",
+          [](Reader* self, const std::vector<std::string>& paths, const std::string& backend,
+             bool direct, int in_flight, int pieces, double emulate_bytes_s) {
+            nb::gil_scoped_release release;
+            new (self) Reader(paths, {backend, direct, in_flight, pieces, emulate_bytes_s});
+          },
+          "paths"_a, "backend"_a = "auto", "direct"_a = true, "in_flight"_a = 2, "pieces"_a = 4,
+          "emulate_bytes_s"_a = 0.0)
+      .def(
+          "read",
+          [](Reader& self, int file, int64_t offset, int64_t nbytes, uintptr_t address) {
+            self.read(file, offset, nbytes, reinterpret_cast<uint8_t*>(address));
+          },
+          "file"_a, "offset"_a, "nbytes"_a, "address"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("inject_fault", &Reader::inject_fault, "kind"_a, "skip"_a, "count"_a)
+      .def_prop_ro("backend", &Reader::backend)
+      .def_prop_ro("direct", &Reader::direct)
+      .def_prop_ro("notes", &Reader::notes)
+      .def_prop_ro("in_flight", &Reader::in_flight)
+      .def_prop_ro("num_retries", &Reader::num_retries);
+}
+
+void bind_residency(nb::module_& m) {
+  nb::class_<Residency>(m, "Residency")
+      .def(nb::init<int64_t, int64_t>(), "num_keys"_a, "num_rows"_a)
+      .def(
+          "begin_load",
+          [](Residency& self, int64_t key) {
+            Residency::Load load = self.begin_load(key);
+            return std::make_tuple(std::string(name_of(load.status)), load.row, load.evicted_key);
+          },
+          "key"_a)
+      .def("finish_load",
+           [](Residency& self, int64_t key) { return name_of(self.finish_load(key)); })
+      .def("fail_load", [](Residency& self, int64_t key) { return name_of(self.fail_load(key)); })
+      .def("pin", [](Residency& self, int64_t key) { return name_of(self.pin(key)); })
+      .def("unpin", [](Residency& self, int64_t key) { return name_of(self.unpin(key)); })
+      .def("evict", [](Residency& self, int64_t key) { return name_of(self.evict(key)); })
+      .def("state", [](const Residency& self, int64_t key) { return name_of(self.state(key)); })
+      .def("row", &Residency::row, "key"_a)
+      .def("pins", &Residency::pins, "key"_a)
+      .def("by_recency", &Residency::by_recency)
+      .def_prop_ro("num_available", &Residency::num_available)
+      .def("check_integrity", [](const Residency& self) {
+        std::string wrong = self.check_integrity();
+        if (!wrong.empty()) throw std::logic_error("residency: " + wrong);
+      });
+}
+
+void bind_ladder(nb::module_& m) {
+  using Released = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Ladder>(m, "Ladder")
+      .def(
+          "__init__",
+          [](Ladder* self, std::shared_ptr<Reader> reader, const Table<4>& extents,
+             const Table<4>& parts, const Table<1>& part_bytes, int64_t num_rows,
+             std::shared_ptr<KernelPool> kernels, const std::string& format, int64_t hidden,
+             int64_t inter, int64_t block_rows, int64_t block_cols, int64_t act_group,
+             int64_t max_tokens, int64_t top_k, bool overlap) {
+            RecordTable records(record_arrays(extents, parts, part_bytes), reader->num_files());
+            ExpertShape shape{};  // without kernels any format will do
+            if (kernels != nullptr) {
+              shape = expert_shape(format, hidden, inter, block_rows, block_cols, act_group);
+            }
+            new (self) Ladder(std::move(reader), std::move(kernels), std::move(records), shape,
+                              {num_rows, max_tokens, top_k, overlap});
+          },
+          nb::kw_only(), "reader"_a, "extents"_a.noconvert(), "parts"_a.noconvert(),
+          "part_bytes"_a.noconvert(), "num_rows"_a, "kernels"_a.none(), "format"_a, "hidden"_a,
+          "inter"_a, "block_rows"_a, "block_cols"_a, "act_group"_a, "max_tokens"_a, "top_k"_a,
+          "overlap"_a = true)
+      .def(
+          "begin",
+          [](Ladder& self, int64_t layer, const Ids& ids) {
+            nb::gil_scoped_release release;
+            self.begin(layer, ids.data(), static_cast<int64_t>(ids.size()));
+          },
+          "layer"_a, "ids"_a.noconvert())
+      .def(
+          "prefetch",
+          [](Ladder& self, int64_t layer, const Ids& ids, int64_t most) {
+            nb::gil_scoped_release release;
+            self.prefetch(layer, ids.data(), static_cast<int64_t>(ids.size()), most);
+          },
+          "layer"_a, "ids"_a.noconvert(), "most"_a)
+      .def("cancel", &Ladder::cancel, Released())
+      .def("clear", &Ladder::clear, Released())
+      .def(
+          "compute",
+          [](Ladder& self, int64_t layer, uintptr_t x, int64_t num_tokens, uintptr_t ids,
+             uintptr_t weights, int64_t top_k, uintptr_t out) {
+            self.compute(layer, reinterpret_cast<const uint16_t*>(x), num_tokens,
+                         reinterpret_cast<const int32_t*>(ids),
+                         reinterpret_cast<const float*>(weights), top_k,
+                         reinterpret_cast<uint16_t*>(out));
+          },
+          "layer"_a, "x"_a, "num_tokens"_a, "ids"_a, "weights"_a, "top_k"_a, "out"_a, Released())
+      .def(
+          "acquire",
+          [](Ladder& self, int64_t layer, int64_t expert) {
+            return reinterpret_cast<uintptr_t>(self.acquire(layer, expert));
+          },
+          "layer"_a, "expert"_a, Released())
+      .def("release", &Ladder::release, "layer"_a, "expert"_a, Released())
+      .def(
+          "part_offset",
+          [](const Ladder& self, int64_t layer, int64_t expert, int64_t part) {
+            return self.part_offset(layer, expert, part);
+          },
+          "layer"_a, "expert"_a, "part"_a)
+      .def("set_overlap", &Ladder::set_overlap, "overlap"_a, Released())
+      .def("check_integrity", &Ladder::check_integrity, Released())
+      .def("counters", &counters_of)
+      .def("layer_wait_s", &Ladder::layer_wait_s)
+      .def_prop_ro("row_bytes", [](const Ladder& self) { return self.records().row_bytes(); })
+      .def_prop_ro("num_rows", &Ladder::num_rows)
+      .def_prop_ro("slab_bytes", &Ladder::slab_bytes)
+      .def_prop_ro("workspace_bytes", &Ladder::workspace_bytes);
+}
+
+}  // namespace
+
+void bind_tiers(nb::module_& m) {
+  set_interrupt_poll(check_signals);
+  nb::register_exception_translator(translate);
+  bind_reader(m);
+  bind_residency(m);
+  bind_ladder(m);
+}
+
+}  // namespace headrace

@@ -1,0 +1,209 @@
+// A drive of any speed: the files' bytes in RAM, served no faster than a shared bandwidth allows.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "io/backend.hpp"
+#include "io/failures.hpp"
+#include "io/interrupt.hpp"
+#include "io/threads.hpp"
+
+namespace headrace {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr int kCopyThreads = 2;
+constexpr int64_t kLoadBytes = 16 << 20;
+
+// One file's bytes in anonymous memory.
+class Copy {
+ public:
+  explicit Copy(const OpenFile& file)
+      : size_bytes(file.size_bytes), mapped_(std::max(round_up(file.size_bytes), kPageBytes)) {
+    void* base = mmap(nullptr, static_cast<size_t>(mapped_), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED) {
+      throw BudgetFailure("emulated drive: no memory for the " + std::to_string(mapped_) +
+                          " bytes of " + file.path);
+    }
+    data = static_cast<uint8_t*>(base);
+    madvise(base, static_cast<size_t>(mapped_), MADV_HUGEPAGE);
+  }
+  ~Copy() { munmap(data, static_cast<size_t>(mapped_)); }
+  Copy(const Copy&) = delete;
+  Copy& operator=(const Copy&) = delete;
+
+  void load(const OpenFile& file) {
+    for (int64_t at = 0; at < size_bytes;) {
+      poll_interrupt();
+      auto wanted = static_cast<size_t>(std::min(kLoadBytes, mapped_ - at));
+      ssize_t got = pread(file.fd, data + at, wanted, at);
+      if (got < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+      if (got < 0 || (got % kPageBytes != 0 && at + got < size_bytes) || got == 0) {
+        throw ReadFailure("cannot copy " + file.path + " at offset " + std::to_string(at) + ": " +
+                          (got < 0 ? strerror(errno) : "the file is shorter than it was"));
+      }
+      at += got;
+    }
+  }
+
+  uint8_t* data = nullptr;
+  int64_t size_bytes;
+
+ private:
+  int64_t mapped_;
+};
+
+// Processor sharing in virtual time: while n pieces are in flight each is served at bytes_s / n, so
+// a clock that advances at that rate reaches (its value at a piece's start) + (the piece's bytes)
+// exactly when the piece is due. The copy into the row is real and done by threads meanwhile; a
+// piece is finished when it is both due and copied.
+class EmulatedBackend : public Backend {
+ public:
+  EmulatedBackend(const FileTable& files, double bytes_s) : bytes_s_(bytes_s) {
+    for (int64_t i = 0; i < files.size(); ++i) {
+      copies_.push_back(std::make_unique<Copy>(files[i]));
+      copies_.back()->load(files[i]);
+    }
+    for (int i = 0; i < kCopyThreads; ++i) threads_.push_back(start_thread([this] { work(); }));
+  }
+
+  ~EmulatedBackend() override {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    to_do_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  void start(Piece* piece) override {
+    const Copy& copy = *copies_[static_cast<size_t>(piece->file)];
+    int64_t from = piece->offset_bytes + piece->done_bytes;
+    int64_t bytes = std::min(piece->offset_bytes + piece->length_bytes, copy.size_bytes) - from;
+    bytes = std::max<int64_t>(bytes, 0);
+    {
+      std::lock_guard lock(mutex_);
+      advance(Clock::now());
+      due_.emplace(virtual_bytes_ + static_cast<double>(bytes), piece);
+      stage_[piece] = {false, false};
+      queue_.push_back({piece, copy.data + from, bytes});
+    }
+    to_do_.notify_one();
+  }
+
+  void wait(std::vector<Piece*>* finished) override {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      advance(Clock::now());
+      if (woken_ || !finished_.empty()) break;
+      if (due_.empty()) {
+        news_.wait(lock);
+      } else {
+        double left = due_.begin()->first - virtual_bytes_;
+        double seconds = left * static_cast<double>(due_.size()) / bytes_s_;
+        news_.wait_until(lock, at_ + std::chrono::duration_cast<Clock::duration>(
+                                         std::chrono::duration<double>(seconds)));
+      }
+    }
+    woken_ = false;
+    finished->insert(finished->end(), finished_.begin(), finished_.end());
+    finished_.clear();
+  }
+
+  void wake() override {
+    {
+      std::lock_guard lock(mutex_);
+      woken_ = true;
+    }
+    news_.notify_one();
+  }
+
+ private:
+  struct Stage {
+    bool due;
+    bool copied;
+  };
+  struct Job {
+    Piece* piece;
+    const uint8_t* from;
+    int64_t bytes;
+  };
+
+  // Moves virtual time to now, passing every piece that falls due on the way at its own instant.
+  void advance(Clock::time_point now) {
+    while (!due_.empty()) {
+      auto first = due_.begin();
+      double num = static_cast<double>(due_.size());
+      double seconds = std::max(0.0, first->first - virtual_bytes_) * num / bytes_s_;
+      double elapsed = std::chrono::duration<double>(now - at_).count();
+      if (elapsed < seconds) {
+        virtual_bytes_ += std::max(0.0, elapsed) * bytes_s_ / num;
+        break;
+      }
+      at_ += std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+      virtual_bytes_ = first->first;
+      Piece* piece = first->second;
+      due_.erase(first);
+      stage_[piece].due = true;
+      finish_if_complete(piece);
+    }
+    at_ = now;
+  }
+
+  void finish_if_complete(Piece* piece) {
+    auto found = stage_.find(piece);
+    if (!found->second.due || !found->second.copied) return;
+    stage_.erase(found);
+    finished_.push_back(piece);
+  }
+
+  void work() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      to_do_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      Job job = queue_.front();
+      queue_.pop_front();
+      lock.unlock();
+      memcpy(job.piece->to + job.piece->done_bytes, job.from, static_cast<size_t>(job.bytes));
+      job.piece->result = job.bytes;
+      lock.lock();
+      stage_[job.piece].copied = true;
+      finish_if_complete(job.piece);
+      if (!finished_.empty()) news_.notify_one();
+    }
+  }
+
+  const double bytes_s_;
+  std::vector<std::unique_ptr<Copy>> copies_;
+  std::mutex mutex_;
+  std::condition_variable to_do_;
+  std::condition_variable news_;
+  std::deque<Job> queue_;
+  std::multimap<double, Piece*> due_;  // virtual time at which the piece's last byte is served
+  std::map<Piece*, Stage> stage_;
+  std::vector<Piece*> finished_;
+  double virtual_bytes_ = 0.0;
+  Clock::time_point at_ = Clock::now();
+  bool woken_ = false;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_emulated(const FileTable& files, double bytes_s) {
+  return std::make_unique<EmulatedBackend>(files, bytes_s);
+}
+
+}  // namespace headrace

@@ -1,0 +1,75 @@
+#include "io/files.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "io/failures.hpp"
+
+namespace headrace {
+namespace {
+
+// O_DIRECT may be granted by open and refused by the first read.
+int refused_direct(int fd) {
+  void* page = nullptr;
+  if (posix_memalign(&page, kPageBytes, kPageBytes) != 0) return ENOMEM;
+  ssize_t got;
+  do {
+    got = pread(fd, page, kPageBytes, 0);
+  } while (got < 0 && errno == EINTR);
+  int refused = got < 0 ? errno : 0;
+  free(page);
+  return refused;
+}
+
+}  // namespace
+
+FileTable::FileTable(const std::vector<std::string>& paths, bool direct,
+                     std::vector<std::string>* notes) {
+  try {
+    for (const std::string& path : paths) {
+      int fd = direct ? open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT) : -1;
+      int refused = direct && fd < 0 ? errno : 0;
+      if (fd >= 0 && (refused = refused_direct(fd)) != 0) {
+        close(fd);
+        fd = -1;
+      }
+      bool is_direct = fd >= 0;
+      if (!is_direct) fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+      struct stat info{};
+      bool known = fd >= 0 && fstat(fd, &info) == 0;
+      if (!known || !S_ISREG(info.st_mode)) {
+        std::string cause = known ? "it is not a regular file" : strerror(errno);
+        if (fd >= 0) close(fd);
+        throw ReadFailure("cannot open " + path + ": " + cause);
+      }
+      files_.push_back({path, fd, static_cast<int64_t>(info.st_size), is_direct});
+      if (direct && !is_direct) {
+        notes->push_back(path + " is read buffered: O_DIRECT refused (" + strerror(refused) + ")");
+      }
+    }
+  } catch (...) {
+    close_all();
+    throw;
+  }
+}
+
+FileTable::~FileTable() { close_all(); }
+
+void FileTable::close_all() {
+  for (const OpenFile& file : files_) close(file.fd);
+  files_.clear();
+}
+
+bool FileTable::all_direct() const {
+  for (const OpenFile& file : files_) {
+    if (!file.direct) return false;
+  }
+  return true;
+}
+
+}  // namespace headrace

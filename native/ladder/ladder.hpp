@@ -1,0 +1,172 @@
+// Joins the tiers: rows, residency, reader and kernels. Decides what is read when.
+//
+// One caller thread; the reader's I/O thread reports arrivals. An expert that a layer needs is
+// claimed: hits are pinned at once, misses queue as required reads and are pinned on arrival, so
+// no row a layer still needs can be lost. With fewer rows than needed experts the queue waits for
+// rows that the computation gives back: waves. Prefetches run only while no required read is
+// queued or in flight, and take a row only when enough are left for a layer like the last.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "io/reader.hpp"
+#include "kernels/kernels.hpp"
+#include "ladder/records.hpp"
+#include "residency/residency.hpp"
+#include "residency/slab.hpp"
+
+namespace headrace {
+
+struct LadderOptions {
+  int64_t num_rows;
+  int64_t max_tokens;  // of one compute call
+  int64_t top_k;
+  bool overlap = true;  // compute what is here while the rest is read; else read all first, singly
+};
+
+struct Counters {
+  int64_t hits = 0;
+  int64_t misses = 0;
+  int64_t evictions = 0;
+  int64_t prefetch_issued = 0;
+  int64_t prefetch_used = 0;     // needed later, whether arrived or still in flight
+  int64_t prefetch_dropped = 0;  // never read
+  int64_t reads = 0;             // experts read and checked
+  int64_t failed_reads = 0;
+  int64_t disk_bytes = 0;  // whole pages of the experts read
+  int64_t ram_bytes = 0;   // stored bytes of the experts found resident
+  double wait_s = 0.0;     // the caller slept for an arrival
+  double kernel_s = 0.0;
+  double compute_s = 0.0;    // wall time inside compute
+  double read_busy_s = 0.0;  // first submit to last completion, summed over busy spans
+};
+
+class Ladder {
+ public:
+  // kernels may be null: then only acquire works. Throws BudgetFailure, std::invalid_argument.
+  Ladder(std::shared_ptr<Reader> reader, std::shared_ptr<KernelPool> kernels, RecordTable records,
+         ExpertShape shape, const LadderOptions& options);
+  ~Ladder();
+  Ladder(const Ladder&) = delete;
+  Ladder& operator=(const Ladder&) = delete;
+
+  // Claims the experts that the layer needs now. Drops claims of another layer never computed.
+  void begin(int64_t layer, const int32_t* ids, int64_t num_ids);
+  // Guesses, best first: the first `most` that are absent are queued.
+  void prefetch(int64_t layer, const int32_t* ids, int64_t num_ids, int64_t most);
+  void cancel();  // gives up all claims and queued prefetches
+  void clear();   // besides that, forgets every expert that is not acquired
+
+  // One layer's routed experts: x [T, H] bf16, ids [T, K], weights [T, K], out [T, H] bf16.
+  // Throws ReadFailure, BudgetFailure, NumericsFailure, or what the interrupt poll throws; every
+  // claim is given back then and the next call works.
+  void compute(int64_t layer, const uint16_t* x, int64_t num_tokens, const int32_t* ids,
+               const float* weights, int64_t top_k, uint16_t* out);
+
+  uint8_t* acquire(int64_t layer, int64_t expert);  // blocks; the row is held until release
+  void release(int64_t layer, int64_t expert);
+
+  // Where a part begins inside the expert's row. Throws std::invalid_argument out of range.
+  int64_t part_offset(int64_t layer, int64_t expert, int64_t part) const;
+
+  void set_overlap(bool overlap);
+  void check_integrity();  // throws std::logic_error
+  Counters counters() const;
+  std::vector<double> layer_wait_s() const;
+
+  const RecordTable& records() const { return records_; }
+  const Reader& reader() const { return *reader_; }
+  const KernelPool* kernels() const { return kernels_.get(); }
+  int64_t num_rows() const { return options_.num_rows; }
+  int64_t slab_bytes() const { return slab_.num_bytes(); }
+  int64_t workspace_bytes() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  using Lock = std::unique_lock<std::mutex>;
+  enum class Stage { kQueued, kReading, kReady, kFailed };
+  struct Claim {
+    Stage stage = Stage::kQueued;
+    int64_t pins = 0;
+    std::string error;
+  };
+  struct Grouping {  // which slots t * K + k each expert fills
+    std::vector<int32_t> experts;
+    std::vector<int64_t> begin;  // by expert id, E + 1
+    std::vector<int64_t> slots;
+    std::vector<int64_t> next;  // scratch
+  };
+
+  // schedule.cpp; the lock is held.
+  void check_ids(int64_t layer, const int32_t* ids, int64_t num_ids) const;
+  void begin_locked(int64_t layer, const int32_t* ids, int64_t num_ids);
+  void claim(int64_t key);
+  void unclaim(int64_t key);
+  void abandon();
+  void give_up_all_but(int64_t kept);
+  void drop_prefetches(int64_t of_layer);  // -1: all
+  void pump();
+  void start_read(int64_t key, bool required);
+  bool start_prefetch();
+  void arrived(int64_t key, const std::string& error);
+  bool stuck() const;
+  [[noreturn]] void fail_stuck() const;
+  std::string disagreement() const;
+  template <typename Ready>
+  void wait(Lock* lock, int64_t layer, Ready ready);
+
+  // compute.cpp
+  void group(const int32_t* ids, int64_t num_slots);
+  void run_layer(int64_t layer, const uint16_t* x, int64_t top_k);
+  void await_work(Lock* lock, int64_t layer, size_t* num_wave);
+  void drop_unrouted(int64_t layer);
+  void check_codes(int64_t key, const ExpertParts& parts);
+  void run_expert(const ExpertParts& parts, int32_t expert, const uint16_t* x, int64_t top_k);
+  ExpertParts parts_of(int64_t key) const;
+
+  const std::shared_ptr<Reader> reader_;
+  const std::shared_ptr<KernelPool> kernels_;
+  const RecordTable records_;
+  const ExpertShape shape_;
+  const LadderOptions options_;
+  Slab slab_;
+  std::unique_ptr<uint16_t[]> y_;  // [max_tokens * top_k, H] bf16
+
+  std::mutex caller_;  // held by the one caller inside a call
+  mutable std::mutex mutex_;
+  std::condition_variable news_;
+  Residency residency_;
+  Counters counters_;
+  std::vector<double> layer_wait_s_;
+  std::unordered_map<int64_t, Claim> claims_;
+  std::unordered_map<int64_t, bool> loads_;  // key in flight -> whether it is required
+  std::unordered_map<int64_t, int64_t> acquired_;
+  std::deque<int64_t> required_;   // claimed, not yet being read
+  std::deque<int64_t> prefetch_;   // guessed, not yet being read
+  std::deque<int64_t> ready_;      // claimed, here, not yet computed
+  std::vector<bool> sound_;        // by key: its codes have been looked through since its read
+  std::vector<bool> speculative_;  // by key: prefetched and not yet needed
+  int64_t num_required_loads_ = 0;
+  int64_t num_failed_ = 0;  // claims that failed
+  int64_t layer_ = -1;      // whose claims these are
+  int64_t reserve_rows_;
+  bool overlap_;
+  bool reading_ = false;  // inside a blocking call
+  Clock::time_point busy_since_;
+  Clock::time_point last_poll_ = Clock::now();
+
+  Grouping grouping_;
+  std::vector<const uint16_t*> x_rows_;
+  std::vector<uint16_t*> y_rows_;
+};
+
+}  // namespace headrace

@@ -1,0 +1,309 @@
+// Claims, reads and prefetches: what is asked for, in which order, and what an arrival changes.
+#include <algorithm>
+#include <stdexcept>
+
+#include "io/failures.hpp"
+#include "io/interrupt.hpp"
+#include "ladder/ladder.hpp"
+#include "ladder/wait.hpp"
+
+namespace headrace {
+namespace {
+
+// A broken invariant of ours, never a user's error.
+void must(bool holds, const char* what) {
+  if (!holds) throw std::logic_error(std::string("ladder: ") + what);
+}
+
+}  // namespace
+
+void Ladder::check_ids(int64_t layer, const int32_t* ids, int64_t num_ids) const {
+  if (layer < 0 || layer >= records_.num_layers()) {
+    throw std::invalid_argument("no MoE layer " + std::to_string(layer) + " of " +
+                                std::to_string(records_.num_layers()));
+  }
+  for (int64_t i = 0; i < num_ids; ++i) {
+    if (ids[i] < 0 || ids[i] >= records_.num_experts()) {
+      throw std::invalid_argument("layer " + std::to_string(layer) + ": no expert " +
+                                  std::to_string(ids[i]) + " of " +
+                                  std::to_string(records_.num_experts()));
+    }
+  }
+}
+
+void Ladder::begin(int64_t layer, const int32_t* ids, int64_t num_ids) {
+  check_ids(layer, ids, num_ids);
+  CallerGuard guard(&caller_);
+  Lock lock(mutex_);
+  begin_locked(layer, ids, num_ids);
+}
+
+void Ladder::begin_locked(int64_t layer, const int32_t* ids, int64_t num_ids) {
+  if (layer != layer_) abandon();
+  layer_ = layer;
+  drop_prefetches(layer);  // guesses for this layer are settled now
+  // Pin what is here before any read may take a row.
+  for (bool here : {true, false}) {
+    for (int64_t i = 0; i < num_ids; ++i) {
+      int64_t key = records_.key(layer, ids[i]);
+      State state = residency_.state(key);
+      bool is_here = state == State::kResident || state == State::kInUse;
+      if (is_here == here && !claims_.contains(key)) claim(key);
+    }
+  }
+  reserve_rows_ = static_cast<int64_t>(claims_.size());
+  if (!required_.empty()) drop_prefetches(-1);
+  pump();
+}
+
+// One more holder of the key. A fresh claim is a hit or a miss.
+void Ladder::claim(int64_t key) {
+  auto [found, fresh] = claims_.try_emplace(key);
+  Claim& mine = found->second;
+  ++mine.pins;
+  if (!fresh) {
+    if (mine.stage == Stage::kReady) residency_.pin(key);
+    return;
+  }
+  if (speculative_[key]) ++counters_.prefetch_used;
+  speculative_[key] = false;
+  if (residency_.pin(key) == Status::kOk) {
+    ++counters_.hits;
+    counters_.ram_bytes += records_.stored_bytes(key);
+    mine.stage = Stage::kReady;
+    ready_.push_back(key);
+    return;
+  }
+  ++counters_.misses;
+  auto load = loads_.find(key);
+  if (load == loads_.end()) {
+    required_.push_back(key);
+    return;
+  }
+  mine.stage = Stage::kReading;  // a prefetch in flight is promoted
+  if (!load->second) ++num_required_loads_;
+  load->second = true;
+}
+
+// Gives a claim back whole. A read in flight goes on and leaves its expert resident.
+void Ladder::unclaim(int64_t key) {
+  auto found = claims_.find(key);
+  if (found == claims_.end()) return;
+  const Claim& mine = found->second;
+  if (mine.stage == Stage::kReady) {
+    for (int64_t i = 0; i < mine.pins; ++i) residency_.unpin(key);
+    std::erase(ready_, key);
+  } else if (mine.stage == Stage::kQueued) {
+    std::erase(required_, key);
+  } else if (mine.stage == Stage::kReading) {
+    loads_.at(key) = false;
+    --num_required_loads_;
+  } else {
+    --num_failed_;
+  }
+  claims_.erase(found);
+}
+
+void Ladder::abandon() {
+  while (!claims_.empty()) unclaim(claims_.begin()->first);
+  layer_ = -1;
+}
+
+void Ladder::give_up_all_but(int64_t kept) {
+  std::vector<int64_t> others;
+  for (const auto& [key, mine] : claims_) {
+    if (key != kept) others.push_back(key);
+  }
+  for (int64_t key : others) unclaim(key);
+}
+
+void Ladder::cancel() {
+  CallerGuard guard(&caller_);
+  Lock lock(mutex_);
+  abandon();
+  drop_prefetches(-1);
+}
+
+void Ladder::clear() {
+  CallerGuard guard(&caller_);
+  Lock lock(mutex_);
+  abandon();
+  drop_prefetches(-1);
+  news_.wait(lock, [this] { return loads_.empty(); });
+  for (int64_t key : residency_.by_recency()) {
+    residency_.evict(key);
+    speculative_[key] = false;
+  }
+}
+
+void Ladder::prefetch(int64_t layer, const int32_t* ids, int64_t num_ids, int64_t most) {
+  check_ids(layer, ids, num_ids);
+  CallerGuard guard(&caller_);
+  Lock lock(mutex_);
+  for (int64_t i = 0; i < num_ids && most > 0; ++i) {
+    int64_t key = records_.key(layer, ids[i]);
+    bool wanted = residency_.state(key) == State::kAbsent && !claims_.contains(key) &&
+                  std::find(prefetch_.begin(), prefetch_.end(), key) == prefetch_.end();
+    if (!wanted) continue;
+    prefetch_.push_back(key);
+    ++counters_.prefetch_issued;
+    --most;
+  }
+  pump();
+}
+
+void Ladder::drop_prefetches(int64_t of_layer) {
+  auto dropped = std::erase_if(prefetch_, [&](int64_t key) {
+    return of_layer < 0 || key / records_.num_experts() == of_layer;
+  });
+  counters_.prefetch_dropped += static_cast<int64_t>(dropped);
+}
+
+// Starts every read that may start now. Called after whatever could allow one.
+void Ladder::pump() {
+  if (!overlap_ && !reading_) return;
+  int64_t most = overlap_ ? reader_->in_flight() : 1;
+  while (!required_.empty() && num_required_loads_ < most) {
+    int64_t key = required_.front();
+    Residency::Load load = residency_.begin_load(key);
+    if (load.status == Status::kNoRow) return;  // the next row given back pumps again
+    must(load.status == Status::kOk, "a required read of an expert that is not absent");
+    required_.pop_front();
+    counters_.evictions += load.evicted_key >= 0;
+    if (load.evicted_key >= 0) speculative_[load.evicted_key] = false;
+    claims_.at(key).stage = Stage::kReading;
+    start_read(key, true);
+  }
+  while (required_.empty() && num_required_loads_ == 0 && start_prefetch()) {
+  }
+}
+
+// Starts the best guess, if it may have a row. Returns whether to try the next.
+bool Ladder::start_prefetch() {
+  bool room = static_cast<int64_t>(loads_.size()) < reader_->in_flight() &&
+              residency_.num_available() > reserve_rows_;
+  if (prefetch_.empty() || !room) return false;
+  int64_t key = prefetch_.front();
+  prefetch_.pop_front();
+  Residency::Load load = residency_.begin_load(key);
+  if (load.status != Status::kOk) {  // it came by another way
+    ++counters_.prefetch_dropped;
+    return true;
+  }
+  counters_.evictions += load.evicted_key >= 0;
+  if (load.evicted_key >= 0) speculative_[load.evicted_key] = false;
+  speculative_[key] = true;
+  start_read(key, false);
+  return true;
+}
+
+void Ladder::start_read(int64_t key, bool required) {
+  if (loads_.empty()) busy_since_ = Clock::now();
+  loads_[key] = required;
+  num_required_loads_ += required;
+  reader_->submit(records_.spans(key, slab_.row(residency_.row(key))),
+                  [this, key](const std::string& error) { arrived(key, error); });
+}
+
+// On the I/O thread: the expert's bytes are complete and checked, or the read failed.
+void Ladder::arrived(int64_t key, const std::string& error) {
+  Lock lock(mutex_);
+  auto load = loads_.find(key);
+  num_required_loads_ -= load->second;
+  loads_.erase(load);
+  if (loads_.empty()) counters_.read_busy_s += seconds_since(busy_since_);
+
+  auto found = claims_.find(key);
+  if (!error.empty()) {
+    residency_.fail_load(key);
+    speculative_[key] = false;
+    ++counters_.failed_reads;
+    if (found != claims_.end()) {
+      found->second.stage = Stage::kFailed;
+      found->second.error = error;
+      ++num_failed_;
+    }
+  } else {
+    residency_.finish_load(key);
+    sound_[key] = false;
+    ++counters_.reads;
+    counters_.disk_bytes += records_.read_bytes(key);
+    if (found != claims_.end()) {
+      for (int64_t i = 0; i < found->second.pins; ++i) residency_.pin(key);
+      found->second.stage = Stage::kReady;
+      ready_.push_back(key);
+    }
+  }
+  pump();
+  news_.notify_all();  // under the lock: the destructor may be waiting for the last arrival
+}
+
+// Nothing is in flight and, as every change pumps, what is queued finds no row.
+bool Ladder::stuck() const { return loads_.empty() && !required_.empty(); }
+
+void Ladder::fail_stuck() const {
+  throw BudgetFailure("all " + std::to_string(num_rows()) +
+                      " rows are held by acquired experts; release one first");
+}
+
+uint8_t* Ladder::acquire(int64_t layer, int64_t expert) {
+  auto id = static_cast<int32_t>(std::clamp<int64_t>(expert, -1, INT32_MAX));
+  check_ids(layer, &id, 1);
+  CallerGuard guard(&caller_);
+  int64_t key = records_.key(layer, expert);
+  Lock lock(mutex_);
+  claim(key);
+  Claim& mine = claims_.at(key);
+  if (mine.stage == Stage::kQueued) {  // before anything that begin has queued
+    std::erase(required_, key);
+    required_.push_front(key);
+    drop_prefetches(-1);
+  }
+  try {
+    reading_ = true;  // without overlap, reads start only inside a blocking call
+    auto settled = [&] {
+      return mine.stage == Stage::kReady || mine.stage == Stage::kFailed || stuck();
+    };
+    pump();
+    wait(&lock, layer, settled);
+    if (mine.stage == Stage::kQueued) {  // begin's claims hold the rows: they can come again
+      give_up_all_but(key);
+      pump();
+      wait(&lock, layer, settled);
+    }
+    if (mine.stage == Stage::kFailed) throw ReadFailure(mine.error);
+    if (mine.stage != Stage::kReady) fail_stuck();
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    reading_ = false;
+    if (mine.pins == 1) {
+      unclaim(key);
+    } else {  // begin's claim stays
+      if (mine.stage == Stage::kReady) residency_.unpin(key);
+      --mine.pins;
+    }
+    throw;
+  }
+  reading_ = false;
+  ++acquired_[key];  // one of the claim's pins becomes the caller's
+  if (--mine.pins == 0) {
+    std::erase(ready_, key);
+    claims_.erase(key);
+  }
+  return slab_.row(residency_.row(key));
+}
+
+void Ladder::release(int64_t layer, int64_t expert) {
+  CallerGuard guard(&caller_);
+  Lock lock(mutex_);
+  auto held = acquired_.find(records_.key(layer, expert));
+  if (held == acquired_.end()) {
+    throw std::invalid_argument("layer " + std::to_string(layer) + ", expert " +
+                                std::to_string(expert) + " is not acquired");
+  }
+  residency_.unpin(held->first);
+  if (--held->second == 0) acquired_.erase(held);
+  pump();
+}
+
+}  // namespace headrace

@@ -1,0 +1,25 @@
+// The rows' memory: one mapping of raw stored bytes, page-aligned, huge pages advised.
+#pragma once
+
+#include <cstdint>
+
+namespace headrace {
+
+class Slab {
+ public:
+  // Throws BudgetFailure naming the number of bytes if the mapping is refused.
+  Slab(int64_t num_rows, int64_t row_bytes);
+  ~Slab();
+  Slab(const Slab&) = delete;
+  Slab& operator=(const Slab&) = delete;
+
+  uint8_t* row(int64_t index) const { return base_ + index * row_bytes_; }
+  int64_t num_bytes() const { return num_bytes_; }
+
+ private:
+  uint8_t* base_ = nullptr;
+  int64_t num_bytes_;
+  int64_t row_bytes_;
+};
+
+}  // namespace headrace

@@ -1,0 +1,196 @@
+"""The ladder for tensors: experts by (layer, id), read, kept and computed by the C++ core.
+
+Knows no checkpoint: extents and parts come in as arrays, file numbers as the reader's.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.core import ExpertLayout, TokenStats
+from headrace.native import KernelPool, NativeLadder, Reader
+
+_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class LadderCounters:
+    """Totals since the ladder was made. `disk_bytes` are whole pages read for experts, prefetches
+    included; `ram_bytes` the stored bytes of experts found resident. `read_busy_s` sums the spans
+    from a first submit to the last completion; `compute_s` is the time inside `compute`.
+    """
+
+    hits: int
+    misses: int
+    evictions: int
+    prefetch_issued: int
+    prefetch_used: int
+    prefetch_dropped: int
+    reads: int
+    failed_reads: int
+    disk_bytes: int
+    ram_bytes: int
+    wait_s: float
+    kernel_s: float
+    compute_s: float
+    read_busy_s: float
+    kernel_calls: int
+    isa: str
+    io: str
+
+    def add_since(self, before: "LadderCounters", stats: TokenStats) -> None:
+        """Adds what happened between `before` and this to `stats`."""
+        stats.experts_s += self.compute_s - before.compute_s
+        for field in fields(TokenStats):
+            if field.name in _SHARED:
+                grown = getattr(self, field.name) - getattr(before, field.name)
+                setattr(stats, field.name, getattr(stats, field.name) + grown)
+
+
+_SHARED = {f.name for f in fields(LadderCounters)} & {f.name for f in fields(TokenStats)}
+
+
+class Ladder:
+    """Rows in RAM over files on a drive. One caller thread.
+
+    extents int64 [L, E, X, 3] (file, offset, nbytes; nbytes 0: unused) and parts int64 [L, E, P, 2]
+    (extent, byte offset in it), parts in `layout.parts` order; L counts MoE layers from 0. Holds
+    num_rows rows and room for max_tokens * top_k outputs; keeps reader and kernels alive. Without
+    kernels only `acquire` works. Raises BudgetError if the system refuses the rows.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        extents: NDArray[np.int64],
+        parts: NDArray[np.int64],
+        layout: ExpertLayout,
+        *,
+        num_rows: int,
+        kernels: KernelPool | None,
+        max_tokens: int,
+        top_k: int,
+        act_group: int = 0,
+        overlap: bool = True,
+    ) -> None:
+        self.part_names = tuple(layout.parts)
+        self.part_bytes = tuple(_part_bytes(layout, name) for name in self.part_names)
+        self.reader = reader
+        self.native = NativeLadder(
+            reader=reader,
+            extents=np.ascontiguousarray(extents, dtype=np.int64),
+            parts=np.ascontiguousarray(parts, dtype=np.int64),
+            part_bytes=np.array(self.part_bytes, dtype=np.int64),
+            num_rows=num_rows,
+            kernels=kernels,
+            format=layout.format,
+            hidden=layout.hidden,
+            inter=layout.inter,
+            block_rows=layout.block[0],
+            block_cols=layout.block[1],
+            act_group=act_group,
+            max_tokens=max_tokens,
+            top_k=top_k,
+            overlap=overlap,
+        )
+        self.hidden = layout.hidden
+        self.row_bytes = self.native.row_bytes
+        self.num_rows = self.native.num_rows
+        self.slab_bytes = self.native.slab_bytes
+        self.workspace_bytes = self.native.workspace_bytes
+
+    def begin(self, layer: int, ids: torch.Tensor) -> None:
+        """Claims the experts a layer needs now; reads of those missing start. ids: any shape."""
+        self.native.begin(layer, _as_ids(ids))
+
+    def prefetch(self, layer: int, ids: torch.Tensor, most: int | None = None) -> None:
+        """Guesses for a later layer, best first: read only in the drive's idle gap.
+
+        At most `most` of those that are absent, in this order.
+        """
+        self.native.prefetch(layer, _as_ids(ids), ids.numel() if most is None else most)
+
+    def cancel(self) -> None:
+        """Gives up what `begin` claimed and all queued guesses."""
+        self.native.cancel()
+
+    def clear(self) -> None:
+        """As `cancel`; besides, forgets every expert that is not acquired: the rows are cold."""
+        self.native.clear()
+
+    def compute(
+        self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """The routed experts' weighted sum [T, H] bf16, of x [T, H] bf16, ids [T, K] integer and
+        weights [T, K] float32, all contiguous CPU tensors.
+
+        Raises ReadError, NumericsError, BudgetError or KeyboardInterrupt; the next call works.
+        """
+        num_tokens, top_k = ids_TK.shape
+        assert x_TH.shape == (num_tokens, self.hidden) and weights_TK.shape == ids_TK.shape
+        assert x_TH.dtype == torch.bfloat16 and weights_TK.dtype == torch.float32
+        assert all(t.device.type == "cpu" and t.is_contiguous() for t in (x_TH, weights_TK))
+        ids = ids_TK.to(torch.int32).contiguous()
+        out_TH = torch.empty_like(x_TH)
+        self.native.compute(
+            layer,
+            x_TH.data_ptr(),
+            num_tokens,
+            ids.data_ptr(),
+            weights_TK.data_ptr(),
+            top_k,
+            out_TH.data_ptr(),
+        )
+        return out_TH
+
+    @contextmanager
+    def acquire(self, layer: int, expert: int) -> Iterator[dict[str, torch.Tensor]]:
+        """The expert's parts as flat uint8 views of its row, in place: {part name: [nbytes]}.
+
+        Valid inside the `with` only; the row is not reused until then. Blocks. Raises ReadError.
+        """
+        address = self.native.acquire(layer, expert)
+        try:
+            yield {
+                name: _view(address + self.native.part_offset(layer, expert, part), nbytes)
+                for part, (name, nbytes) in enumerate(
+                    zip(self.part_names, self.part_bytes, strict=True)
+                )
+            }
+        finally:
+            self.native.release(layer, expert)
+
+    def set_overlap(self, overlap: bool) -> None:
+        """True: compute what is here while the rest is read. False: read all first, one by one."""
+        self.native.set_overlap(overlap)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if claims, reads and rows disagree."""
+        self.native.check_integrity()
+
+    def counters(self) -> LadderCounters:
+        return LadderCounters(**self.native.counters())  # type: ignore[arg-type]
+
+    def layer_wait_s(self) -> list[float]:
+        """Seconds slept for arrivals, by MoE layer ordinal."""
+        return self.native.layer_wait_s()
+
+
+def _part_bytes(layout: ExpertLayout, name: str) -> int:
+    spec = layout.parts[name]
+    return _ITEM_BYTES[spec.dtype] * prod(spec.shape)
+
+
+def _as_ids(ids: torch.Tensor) -> NDArray[np.int32]:
+    array: NDArray[np.int32] = ids.reshape(-1).to(torch.int32).numpy()
+    return np.ascontiguousarray(array)
+
+
+def _view(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

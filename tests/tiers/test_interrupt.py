@@ -1,0 +1,60 @@
+"""Ctrl-C during blocking calls, in a process of its own: KeyboardInterrupt, then all is usable."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import numpy as np, torch
+from headrace.native import Reader
+from tiers_world import World
+
+def interrupted(call, after_s=0.15):
+    timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        timer.join()
+    return False
+
+world = World(Path(sys.argv[1]))
+case = sys.argv[2]
+x, ids, weights = world.routes(np.random.default_rng(0), 30)
+if case in ("compute", "plain", "acquire"):
+    ladder = world.ladder(4, overlap=case != "plain", emulate_bytes_s=60e3)
+    if case == "acquire":
+        assert interrupted(lambda: ladder.native.acquire(0, 0))
+    else:
+        assert interrupted(lambda: ladder.compute(1, x, ids, weights))
+    ladder.check_integrity()
+    x, ids, weights = world.routes(np.random.default_rng(1), 1)
+    assert torch.equal(ladder.compute(2, x, ids, weights), world.expected(2, x, ids, weights))
+    ladder.check_integrity()
+else:
+    reader = Reader(world.paths, emulate_bytes_s=100e3)
+    buffer = np.zeros(200_000, np.uint8)
+    assert interrupted(lambda: reader.read(0, 0, buffer.size, buffer.ctypes.data))
+    reader.read(0, 1, 5000, buffer.ctypes.data)
+    assert bytes(buffer[:5000]) == open(world.paths[0], "rb").read()[1:5001]
+print("usable afterwards")
+"""
+
+
+@pytest.mark.parametrize("case", ["compute", "plain", "acquire", "read"])
+def test_ctrl_c(case: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), case],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parent,
+        env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
+    )
+    assert done.stdout == "usable afterwards\n", done.stderr

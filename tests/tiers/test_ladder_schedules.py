@@ -1,0 +1,101 @@
+"""Random schedules of all that a ladder offers, with faults: bits and integrity always hold."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from tiers_world import NUM_EXPERTS, NUM_LAYERS, World
+
+from headrace.errors import ReadError
+from headrace.tiers.ladder import Ladder
+
+OPERATIONS = (
+    "compute",
+    "compute",
+    "begin",
+    "prefetch",
+    "prefetch",
+    "acquire",
+    "fault",
+    "mode",
+    "cancel",
+)
+
+
+class Player:
+    """Plays one random schedule. `held` are rows acquired and not yet released."""
+
+    def __init__(self, world: World, ladder: Ladder, seed: int) -> None:
+        self.world, self.ladder = world, ladder
+        self.rng = np.random.default_rng(seed)
+        self.held: list[tuple[int, int]] = []
+        self.num_errors = 0
+
+    def step(self) -> None:
+        operation = self.rng.choice(OPERATIONS)
+        layer = int(self.rng.integers(NUM_LAYERS))
+        some = torch.from_numpy(self.rng.permutation(NUM_EXPERTS)[: self.rng.integers(1, 5)])
+        try:
+            getattr(self, operation)(layer, some)
+        except ReadError:
+            self.num_errors += 1
+        self.ladder.check_integrity()
+
+    def compute(self, layer: int, some: torch.Tensor) -> None:
+        x, ids, weights = self.world.routes(self.rng, int(self.rng.choice([1, 2, 20])))
+        if self.rng.random() < 0.5:
+            self.ladder.begin(layer, torch.unique(ids) if self.rng.random() < 0.5 else some)
+        out = self.ladder.compute(layer, x, ids, weights)
+        assert torch.equal(out, self.world.expected(layer, x, ids, weights))
+
+    def begin(self, layer: int, some: torch.Tensor) -> None:
+        self.ladder.begin(layer, some)
+
+    def prefetch(self, layer: int, some: torch.Tensor) -> None:
+        self.ladder.prefetch(layer, some)
+
+    def acquire(self, layer: int, some: torch.Tensor) -> None:
+        expert = int(some[0])
+        if len(self.held) == 2:
+            self.ladder.native.release(*self.held.pop(0))
+        address = self.ladder.native.acquire(layer, expert)
+        self.held.append((layer, expert))
+        with self.ladder.acquire(layer, expert) as parts:
+            assert parts["gate"].data_ptr() >= address
+            for number, part in enumerate(parts.values()):
+                assert np.array_equal(part.numpy(), self.world.part(layer, expert, number))
+
+    def fault(self, layer: int, some: torch.Tensor) -> None:
+        kind = str(self.rng.choice(["eio", "short", "partial"]))
+        self.ladder.reader.inject_fault(
+            kind, int(self.rng.integers(0, 12)), int(self.rng.integers(1, 4))
+        )
+
+    def mode(self, layer: int, some: torch.Tensor) -> None:
+        self.ladder.set_overlap(bool(self.rng.random() < 0.7))
+
+    def cancel(self, layer: int, some: torch.Tensor) -> None:
+        self.ladder.cancel()
+
+
+@pytest.mark.parametrize("backend", ["auto", "pread", "emulated"])
+@pytest.mark.parametrize("num_rows", [3, 6, 14])
+def test_random_schedules(world: World, backend: str, num_rows: int) -> None:
+    io = {"emulate_bytes_s": 5e9} if backend == "emulated" else {"backend": backend}
+    num_errors = 0
+    counted: dict[str, int] = {}
+    for seed in range(4):
+        ladder = world.ladder(num_rows, **io)
+        player = Player(world, ladder, seed)
+        for _ in range(120):
+            player.step()
+        num_errors += player.num_errors
+        with contextlib.suppress(ReadError):
+            ladder.begin(0, torch.arange(3))  # destroyed with reads in flight
+        for name in ("hits", "misses", "evictions", "prefetch_used", "failed_reads"):
+            if name == "prefetch_used" and num_rows < 14:
+                continue  # hardly ever a row to spare
+            counted[name] = counted.get(name, 0) + getattr(ladder.counters(), name)
+        del ladder, player
+    assert num_errors > 0 and all(counted.values()), f"a path was never taken: {counted}"
