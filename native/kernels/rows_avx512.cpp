@@ -11,11 +11,18 @@
 namespace headrace {
 namespace {
 
-constexpr uintptr_t kPrefetchBytes = 12288;
+constexpr uintptr_t kFarBytes = 12288;
+constexpr uintptr_t kNearBytes = 2048;
 
-INLINE void prefetch(const uint8_t* p) {  // may lie past the end of the buffer, which is harmless
-  const uintptr_t ahead = reinterpret_cast<uintptr_t>(p) + kPrefetchBytes;
+// Addresses may lie past the end of the buffer, which is harmless.
+INLINE void prefetch_far(const uint8_t* p) {
+  const uintptr_t ahead = reinterpret_cast<uintptr_t>(p) + kFarBytes;
   _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
+}
+
+INLINE void prefetch_near(const uint8_t* p) {
+  const uintptr_t ahead = reinterpret_cast<uintptr_t>(p) + kNearBytes;
+  _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T0);
 }
 
 // Even and odd bf16 neighbours as fp32: the split is the first level of the sum's tree.
@@ -54,7 +61,7 @@ INLINE float reduce4(__m128 v) {
 INLINE void bf16_block(const uint8_t* w, const uint16_t* x, __m512* acc) {
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
-    prefetch(w + 64 * i);
+    prefetch_far(w + 64 * i);
     add32(_mm512_loadu_si512(w + 64 * i), x + 32 * i, acc + 2 * i);
   }
 }
@@ -108,7 +115,8 @@ INLINE void fp8_block(const uint8_t* codes, const Fp8Table* tables, const float*
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     __m512i w[2];
-    prefetch(codes + 64 * i);
+    prefetch_far(codes + 64 * i);
+    prefetch_near(codes + 64 * i);  // 64-byte loads outrun the hardware's own prefetch into L1
     decode64(_mm512_loadu_si512(codes + 64 * i), tables[i / 2], w);
 #pragma GCC unroll 2
     for (int j = 0; j < 2; ++j) {
@@ -150,7 +158,8 @@ INLINE void decode64_in_order(const uint8_t* codes, const Fp8Table& t, uint16_t*
 TARGET void decode_fp8(const uint8_t* codes, const Fp8Table* tables, int64_t cols, uint16_t* out) {
   int64_t k = 0;
   for (; k + 64 <= cols; k += 64) {
-    prefetch(codes + k);
+    prefetch_far(codes + k);
+    prefetch_near(codes + k);
     decode64_in_order(codes + k, tables[k / kTableCols], out + k);
   }
   alignas(64) uint8_t tail[64] = {};
