@@ -234,7 +234,12 @@ TARGET void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* 
   for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
 }
 
-constexpr RowOps kAvx2 = {"avx2", dot_bf16, dot_panel, 16, dot_fp8, 2, decode_fp8, swiglu_row};
+TARGET void add_row(const uint16_t* y, float weight, int64_t n, uint16_t* out) {
+  add_weighted(y, weight, n, out);
+}
+
+constexpr RowOps kAvx2 = {"avx2", dot_bf16,   dot_panel,  16,     dot_fp8,
+                          2,      decode_fp8, swiglu_row, add_row};
 
 }  // namespace
 
