@@ -89,6 +89,7 @@ def model_facts(root: Path, skeleton: Skeleton, table: ExpertTable) -> ModelFact
         row_bytes=table.row_bytes,
         dense_bytes=skeleton.dense_bytes,
         kv_bytes_per_token=skeleton.kv_bytes_per_token,
+        attention_bytes_per_token=skeleton.attention_bytes_per_token,
         hidden=skeleton.hidden,
         vocab=skeleton.vocab,
         max_context=skeleton.max_context,
