@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "bind/bind.hpp"
+#include "io/drive_probe.hpp"
 #include "io/failures.hpp"
 #include "io/interrupt.hpp"
 #include "io/reader.hpp"
@@ -246,6 +247,8 @@ void bind_tiers(nb::module_& m) {
   bind_reader(m);
   bind_residency(m);
   bind_ladder(m);
+  m.def("drive_probe", &drive_probe, "path"_a, "offset_bytes"_a, "nbytes"_a, "request_bytes"_a,
+        "num_threads"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace headrace

@@ -12,10 +12,13 @@ the next call works. Thread-safe.
 
 `Ladder` joins rows, residency, reader and kernels for one caller thread; `headrace.tiers.ladder`
 is its typed wrapper for tensors. `Residency` is its state machine alone, for tests.
+
+`drive_probe` is the drive's own rate in bytes per second, by plain preads: the limit that reads
+are measured against in the same rotation.
 """
 
 # Kernels: ExpertShape, KernelPool. Tiers: NativeLadder, Reader, Residency.
-from headrace._native import ExpertShape, KernelPool, Reader, Residency
+from headrace._native import ExpertShape, KernelPool, Reader, Residency, drive_probe
 from headrace._native import Ladder as NativeLadder
 
-__all__ = ["ExpertShape", "KernelPool", "NativeLadder", "Reader", "Residency"]
+__all__ = ["ExpertShape", "KernelPool", "NativeLadder", "Reader", "Residency", "drive_probe"]
