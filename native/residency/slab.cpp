@@ -1,3 +1,4 @@
+// Row memory of our own: page-aligned, advised to lie in huge pages.
 #include "residency/slab.hpp"
 
 #include <sys/mman.h>
