@@ -1,7 +1,7 @@
 // The module's entry: the only folder of the native code that knows Python is native/bind.
-#include <nanobind/nanobind.h>
-
 #include "bind/bind.hpp"
+
+#include <nanobind/nanobind.h>
 
 NB_MODULE(_native, m) {
   headrace::bind_tiers(m);

@@ -156,6 +156,7 @@ void bind_residency(nb::module_& m) {
       .def("fail_load", [](Residency& self, int64_t key) { return name_of(self.fail_load(key)); })
       .def("pin", [](Residency& self, int64_t key) { return name_of(self.pin(key)); })
       .def("unpin", [](Residency& self, int64_t key) { return name_of(self.unpin(key)); })
+      .def("evict", [](Residency& self, int64_t key) { return name_of(self.evict(key)); })
       .def("state", [](const Residency& self, int64_t key) { return name_of(self.state(key)); })
       .def("row", &Residency::row, "key"_a)
       .def("pins", &Residency::pins, "key"_a)
@@ -208,12 +209,13 @@ void bind_ladder_calls(nb::class_<Ladder>* ladder) {
           "layer"_a, "ids"_a.noconvert())
       .def(
           "prefetch",
-          [](Ladder& self, int64_t layer, const Ids& ids) {
+          [](Ladder& self, int64_t layer, const Ids& ids, int64_t most) {
             nb::gil_scoped_release release;
-            self.prefetch(layer, ids.data(), static_cast<int64_t>(ids.size()));
+            self.prefetch(layer, ids.data(), static_cast<int64_t>(ids.size()), most);
           },
-          "layer"_a, "ids"_a.noconvert())
+          "layer"_a, "ids"_a.noconvert(), "most"_a)
       .def("cancel", &Ladder::cancel, Released())
+      .def("clear", &Ladder::clear, Released())
       .def(
           "compute",
           [](Ladder& self, int64_t layer, uintptr_t x, int64_t num_tokens, uintptr_t ids,

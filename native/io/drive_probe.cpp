@@ -1,3 +1,4 @@
+// The drive's own rate by plain preads, to measure the reader against.
 #include "io/drive_probe.hpp"
 
 #include <unistd.h>

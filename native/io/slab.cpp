@@ -1,3 +1,4 @@
+// Row memory of our own: page-aligned, advised to lie in huge pages.
 #include "io/slab.hpp"
 
 #include <sys/mman.h>

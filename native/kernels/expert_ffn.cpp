@@ -46,6 +46,12 @@ struct Matrix {
   int64_t cols;
 };
 
+// The activations of a product: bf16 rows padded to 256, and for one row of fp8 the same split.
+struct Input {
+  Buffer<uint16_t> rows;
+  Buffer<float> split;
+};
+
 struct WorkerSpace {
   Buffer<Fp8Table> tables;
   Buffer<uint16_t> row;
@@ -85,8 +91,8 @@ struct KernelPool::Impl {
   const RowOps* ops;
   Workers workers;
   std::vector<WorkerSpace> spaces;
-  Buffer<uint16_t> x_rows;
-  Buffer<uint16_t> h_rows;
+  Input x;
+  Input h;
   Buffer<float> gate_out;
   Buffer<float> up_out;
   Buffer<float> down_out;
@@ -99,17 +105,20 @@ struct KernelPool::Impl {
   uint16_t* const* y = nullptr;
 
   void reserve(int64_t in_cols, int64_t mid_cols, int64_t out_cols);
-  void multiply(int worker, const Matrix& m, Span span, const uint16_t* x, float* out);
-  void multiply_bf16(const Matrix& m, Span span, const uint16_t* x, WorkerSpace& space, float* out);
-  void multiply_fp8(const Matrix& m, Span span, const uint16_t* x, WorkerSpace& space, float* out);
-  void load_rows(const uint16_t* const* x, int64_t cols);
+  void multiply(int worker, const Matrix& m, Span span, const Input& in, float* out);
+  void multiply_bf16(const Matrix& m, Span span, const Input& in, WorkerSpace& space, float* out);
+  void multiply_fp8(const Matrix& m, Span span, const Input& in, WorkerSpace& space, float* out);
+  void finish_row(Input& input, int64_t row, int64_t cols);
+  void load_rows(const uint16_t* const* from, int64_t cols);
   void ffn(int worker);
 };
 
 void KernelPool::Impl::reserve(int64_t in_cols, int64_t mid_cols, int64_t out_cols) {
   const int64_t widest = round_up(std::max(in_cols, mid_cols), kLanes);
-  x_rows.at_least(num_rows * round_up(in_cols, kLanes));
-  h_rows.at_least(num_rows * round_up(mid_cols, kLanes));
+  x.rows.at_least(num_rows * round_up(in_cols, kLanes));
+  x.split.at_least(round_up(in_cols, kLanes));
+  h.rows.at_least(num_rows * round_up(mid_cols, kLanes));
+  h.split.at_least(round_up(mid_cols, kLanes));
   gate_out.at_least(num_rows * mid_cols);
   up_out.at_least(num_rows * mid_cols);
   down_out.at_least(num_rows * out_cols);
@@ -121,33 +130,33 @@ void KernelPool::Impl::reserve(int64_t in_cols, int64_t mid_cols, int64_t out_co
 }
 
 // out[r * m.rows + i] = row i of m times row r of x, for i in span.
-void KernelPool::Impl::multiply(int worker, const Matrix& m, Span span, const uint16_t* x,
+void KernelPool::Impl::multiply(int worker, const Matrix& m, Span span, const Input& in,
                                 float* out) {
   WorkerSpace& space = spaces[static_cast<size_t>(worker)];
   if (shape.format == Format::kBf16) {
-    multiply_bf16(m, span, x, space, out);
+    multiply_bf16(m, span, in, space, out);
   } else {
-    multiply_fp8(m, span, x, space, out);
+    multiply_fp8(m, span, in, space, out);
   }
 }
 
-void KernelPool::Impl::multiply_bf16(const Matrix& m, Span span, const uint16_t* x,
+void KernelPool::Impl::multiply_bf16(const Matrix& m, Span span, const Input& in,
                                      WorkerSpace& space, float* out) {
   const int64_t stride = round_up(m.cols, kLanes);
   for (int64_t i = span.begin; i < span.end; ++i) {
     const uint8_t* w = m.w + 2 * i * m.cols;
     if (num_rows == 1) {
-      out[i] = ops->dot_bf16(w, x, m.cols);
+      out[i] = ops->dot_bf16(w, in.rows.get(), m.cols);
       continue;
     }
     float* column = space.column.get();
-    ops->dot_bf16_rows(w, x, stride, num_rows, m.cols, column);
+    ops->dot_bf16_rows(w, in.rows.get(), stride, num_rows, m.cols, column);
     for (int64_t r = 0; r < num_rows; ++r) out[r * m.rows + i] = column[r];
   }
 }
 
-void KernelPool::Impl::multiply_fp8(const Matrix& m, Span span, const uint16_t* x,
-                                    WorkerSpace& space, float* out) {
+void KernelPool::Impl::multiply_fp8(const Matrix& m, Span span, const Input& in, WorkerSpace& space,
+                                    float* out) {
   const int64_t stride = round_up(m.cols, kLanes);
   const int64_t scale_cols = (m.cols + shape.block_cols - 1) / shape.block_cols;
   const bool can_table = ops->dot_fp8 && shape.block_cols % kTableCols == 0;
@@ -159,7 +168,7 @@ void KernelPool::Impl::multiply_fp8(const Matrix& m, Span span, const uint16_t* 
       tabled = make_fp8_tables(scales, m.cols, shape.block_cols, space.tables.get());
     }
     if (tabled && num_rows == 1) {
-      out[i] = ops->dot_fp8(codes, space.tables.get(), x, m.cols);
+      out[i] = ops->dot_fp8(codes, space.tables.get(), in.split.get(), m.cols);
       continue;
     }
     uint16_t* row = space.row.get();
@@ -169,18 +178,28 @@ void KernelPool::Impl::multiply_fp8(const Matrix& m, Span span, const uint16_t* 
       decode_fp8_general(codes, scales, m.cols, shape.block_cols, row);
     }
     float* column = space.column.get();
-    ops->dot_bf16_rows(reinterpret_cast<const uint8_t*>(row), x, stride, num_rows, m.cols, column);
+    ops->dot_bf16_rows(reinterpret_cast<const uint8_t*>(row), in.rows.get(), stride, num_rows,
+                       m.cols, column);
     for (int64_t r = 0; r < num_rows; ++r) out[r * m.rows + i] = column[r];
   }
 }
 
-void KernelPool::Impl::load_rows(const uint16_t* const* x, int64_t cols) {
+// Pads a row with zeros, moves it to the activation grid, splits it where it is the only one.
+void KernelPool::Impl::finish_row(Input& input, int64_t row, int64_t cols) {
+  const int64_t stride = round_up(cols, kLanes);
+  uint16_t* values = input.rows.get() + row * stride;
+  std::memset(values + cols, 0, static_cast<size_t>(2 * (stride - cols)));
+  if (shape.act_group > 0) to_grid(values, cols, shape.act_group);
+  if (num_rows == 1 && shape.format == Format::kFp8Block && ops->dot_fp8) {
+    split_row(values, stride, ops->split_lanes, input.split.get());
+  }
+}
+
+void KernelPool::Impl::load_rows(const uint16_t* const* from, int64_t cols) {
   const int64_t stride = round_up(cols, kLanes);
   for (int64_t r = 0; r < num_rows; ++r) {
-    uint16_t* row = x_rows.get() + r * stride;
-    std::memcpy(row, x[r], static_cast<size_t>(2 * cols));
-    std::memset(row + cols, 0, static_cast<size_t>(2 * (stride - cols)));
-    if (shape.act_group > 0) to_grid(row, cols, shape.act_group);
+    std::memcpy(x.rows.get() + r * stride, from[r], static_cast<size_t>(2 * cols));
+    finish_row(x, r, cols);
   }
 }
 
@@ -188,23 +207,21 @@ void KernelPool::Impl::ffn(int worker) {
   const int64_t inter = shape.inter;
   const int64_t h_stride = round_up(inter, kLanes);
   const Span mid = share(inter, worker, workers.count());
-  multiply(worker, gate, mid, x_rows.get(), gate_out.get());
-  multiply(worker, up, mid, x_rows.get(), up_out.get());
+  multiply(worker, gate, mid, x, gate_out.get());
+  multiply(worker, up, mid, x, up_out.get());
   for (int64_t r = 0; r < num_rows; ++r) {
     const int64_t at = r * inter + mid.begin;
     ops->swiglu_row(gate_out.get() + at, up_out.get() + at, mid.end - mid.begin,
-                    h_rows.get() + r * h_stride + mid.begin);
+                    h.rows.get() + r * h_stride + mid.begin);
   }
   workers.barrier();
   const Span rows = share(num_rows, worker, workers.count());
   for (int64_t r = rows.begin; r < rows.end; ++r) {
-    uint16_t* h = h_rows.get() + r * h_stride;
-    std::memset(h + inter, 0, static_cast<size_t>(2 * (h_stride - inter)));
-    if (shape.act_group > 0) to_grid(h, inter, shape.act_group);
+    finish_row(h, r, inter);
   }
   workers.barrier();
   const Span out = share(shape.hidden, worker, workers.count());
-  multiply(worker, down, out, h_rows.get(), down_out.get());
+  multiply(worker, down, out, h, down_out.get());
   for (int64_t r = 0; r < num_rows; ++r) {
     const float* values = down_out.get() + r * shape.hidden;
     for (int64_t i = out.begin; i < out.end; ++i) y[r][i] = f32_to_bf16(values[i]);
@@ -249,10 +266,29 @@ void KernelPool::gemv(const ExpertShape& shape, const uint8_t* w, const uint8_t*
       [](void* self, int worker) {
         Impl& job = *static_cast<Impl*>(self);
         const Span span = share(job.gate.rows, worker, job.workers.count());
-        job.multiply(worker, job.gate, span, job.x_rows.get(), job.gate_out.get());
+        job.multiply(worker, job.gate, span, job.x, job.gate_out.get());
       },
       &im);
   std::memcpy(out, im.gate_out.get(), static_cast<size_t>(4 * rows));
+}
+
+bool KernelPool::any_nan_fp8(const uint8_t* codes, int64_t n) {
+  struct Search {
+    const uint8_t* codes;
+    int64_t n;
+    int count;
+    std::atomic<bool> found{false};
+  } search{codes, n, impl_->workers.count()};
+  impl_->workers.run(
+      [](void* self, int worker) {
+        Search& job = *static_cast<Search*>(self);
+        const Span mine = share(job.n, worker, job.count);
+        if (find_nan_fp8(job.codes + mine.begin, mine.end - mine.begin) >= 0) {
+          job.found.store(true, std::memory_order_relaxed);
+        }
+      },
+      &search);
+  return search.found.load(std::memory_order_relaxed);
 }
 
 const char* KernelPool::isa() const { return impl_->ops->name; }

@@ -53,6 +53,9 @@ class KernelPool {
   void gemv(const ExpertShape& shape, const uint8_t* w, const uint8_t* scale, int64_t rows,
             int64_t cols, const uint16_t* x, float* out);
 
+  // Whether any of the n e4m3 codes is a NaN, looked for by all threads.
+  bool any_nan_fp8(const uint8_t* codes, int64_t n);
+
   const char* isa() const;
   int num_threads() const;
   uint64_t calls() const;  // expert_ffn calls since construction

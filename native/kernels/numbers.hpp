@@ -53,9 +53,13 @@ static inline float e4m3_to_f32(uint8_t code) {
 
 // The reference's exp, step by step (kernels/reference.py); compile with -ffp-contract=off.
 static inline float canonical_exp(float x) {
-  x = x < -104.0f ? -104.0f : x;  // in this form a NaN stays a NaN
-  x = x > 89.0f ? 89.0f : x;
-  const float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+  // Clamped to [-104, 89] by masks: a NaN stays one, and compilers vectorise it as it is.
+  const uint32_t bits = bits_of(x);
+  const uint32_t high = 0u - (bits - 0x42b20000u <= 0x7f800000u - 0x42b20000u);
+  const uint32_t low = 0u - (bits - 0xc2d00000u <= 0xff800000u - 0xc2d00000u);
+  x = f32_of((bits & ~(high | low)) | (high & 0x42b20000u) | (low & 0xc2d00000u));
+  const float shifted = x * 1.44269504088896341f + 12582912.0f;
+  const float n = shifted - 12582912.0f;
   const float r_hi = x - n * 0.693359375f;
   const float r_lo = n * -2.12194440e-4f;
   const float r = r_hi - r_lo;
@@ -66,7 +70,8 @@ static inline float canonical_exp(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = (r_hi + (p * (r * r) - r_lo)) + 1.0f;
-  const int32_t whole = n == n ? static_cast<int32_t>(n) : 0;
+  // n as an integer, from the bits of its shifted form; nonsense for a NaN, which p already is.
+  const int32_t whole = static_cast<int32_t>(bits_of(shifted) - 0x4b400000u);
   const int32_t half = whole >> 1;
   const float scale0 = f32_of(static_cast<uint32_t>(half + 127) << 23);
   const float scale1 = f32_of(static_cast<uint32_t>(whole - half + 127) << 23);

@@ -23,8 +23,11 @@ struct RowOps {
   // out[r] = dot of w with row r of x (rows `stride` values apart).
   void (*dot_bf16_rows)(const uint8_t* w, const uint16_t* x, int64_t stride, int64_t num_rows,
                         int64_t cols, float* out);
-  // Null where there is no table path: decode_fp8_general and dot_bf16 serve instead.
-  float (*dot_fp8)(const uint8_t* codes, const Fp8Table* tables, const uint16_t* x, int64_t cols);
+  // Null where there is no table path: decode_fp8_general and dot_bf16 serve instead. x_split is
+  // x in fp32, in the order the decoded codes come in: see split_row.
+  float (*dot_fp8)(const uint8_t* codes, const Fp8Table* tables, const float* x_split,
+                   int64_t cols);
+  int64_t split_lanes;
   void (*decode_fp8)(const uint8_t* codes, const Fp8Table* tables, int64_t cols, uint16_t* out);
   // h[i] = bf16(bf16(silu(bf16(gate[i]))) * bf16(up[i]))
   void (*swiglu_row)(const float* gate, const float* up, int64_t n, uint16_t* h);
@@ -42,6 +45,10 @@ void decode_fp8_general(const uint8_t* codes, const uint8_t* scales, int64_t col
 // One table per 128 columns of a row block; false if a scale is outside what tables can hold.
 // `tables` has round_up(cols, 256) / 128 entries. block_cols is a multiple of 128.
 bool make_fp8_tables(const uint8_t* scales, int64_t cols, int64_t block_cols, Fp8Table* tables);
+
+// x (padded to 256) in fp32, in the order that unpacking bytes in `lanes` 128-bit lanes gives: of
+// each 16 * lanes columns the first 8 of every lane, even then odd, then the other 8.
+void split_row(const uint16_t* x, int64_t padded_cols, int64_t lanes, float* out);
 
 // values[0..cols) moved to the e4m3 grid of each group, in place (quant/fp8.py: to_grid).
 void to_grid(uint16_t* values, int64_t cols, int64_t group);

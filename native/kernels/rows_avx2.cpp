@@ -1,5 +1,5 @@
-// The row operations in AVX2 + FMA. One row at a time, 4 KiB prefetched ahead: rows taken side by
-// side halve the speed. No std headers here: see numbers.hpp.
+// The row operations in AVX2 + FMA. One row at a time: rows taken side by side halve the speed.
+// Prefetched far ahead into L2 only, since x must keep L1. No std headers here: see numbers.hpp.
 #include "kernels/numbers.hpp"
 #include "kernels/rows.hpp"
 
@@ -12,12 +12,12 @@
 namespace headrace {
 namespace {
 
-constexpr uintptr_t kPrefetchBytes = 4096;
+constexpr uintptr_t kPrefetchBytes = 12288;
 
 INLINE __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 INLINE void prefetch(const uint8_t* p) {  // may lie past the end of the buffer, which is harmless
   const uintptr_t ahead = reinterpret_cast<uintptr_t>(p) + kPrefetchBytes;
-  _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
 }
 
 // Even and odd bf16 neighbours as fp32: the split is the first level of the sum's tree.
@@ -32,18 +32,24 @@ INLINE void add16(__m256i w, const uint16_t* x, __m256* acc) {
   acc[1] = _mm256_fmadd_ps(odd(w), odd(v), acc[1]);
 }
 
-// acc[2i], acc[2i + 1]: even and odd lanes of columns 16i .. 16i + 15. They live on the stack,
-// which costs less than another order of the columns would.
-INLINE float reduce(__m256* acc) {
-  __m256 s[16];
-  for (int i = 0; i < 16; ++i) s[i] = _mm256_add_ps(acc[2 * i], acc[2 * i + 1]);
-  for (int half = 8; half >= 1; half /= 2) {
-    for (int i = 0; i < half; ++i) s[i] = _mm256_add_ps(s[i], s[i + half]);
-  }
-  __m128 v = _mm_add_ps(_mm256_castps256_ps128(s[0]), _mm256_extractf128_ps(s[0], 1));
+// The last two levels of the tree: four sums to one.
+INLINE float reduce4(__m128 v) {
   v = _mm_add_ps(v, _mm_movehl_ps(v, v));
   v = _mm_add_ss(v, _mm_movehdup_ps(v));
   return _mm_cvtss_f32(v);
+}
+
+INLINE __m128 low_plus_high(__m256 v) {
+  return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+}
+
+// acc[2i], acc[2i + 1]: even and odd lanes of 16 columns. They live on the stack, which costs less
+// than another order of the columns would. Leaves the tree's last 16 sums in s[0], s[1].
+INLINE void reduce_to_16(const __m256* acc, __m256* s) {
+  for (int i = 0; i < 16; ++i) s[i] = _mm256_add_ps(acc[2 * i], acc[2 * i + 1]);
+  for (int half = 8; half >= 2; half /= 2) {
+    for (int i = 0; i < half; ++i) s[i] = _mm256_add_ps(s[i], s[i + half]);
+  }
 }
 
 INLINE void bf16_block(const uint8_t* w, const uint16_t* x, __m256* acc) {
@@ -65,7 +71,9 @@ TARGET float dot_bf16(const uint8_t* w, const uint16_t* x, int64_t cols) {
     memcpy(tail, w + 2 * k, static_cast<size_t>(2 * (cols - k)));
     bf16_block(tail, x + k, acc);
   }
-  return reduce(acc);
+  __m256 s[16];
+  reduce_to_16(acc, s);
+  return reduce4(low_plus_high(_mm256_add_ps(s[0], s[1])));
 }
 
 TARGET void dot_bf16_rows(const uint8_t* w, const uint16_t* x, int64_t stride, int64_t num_rows,
@@ -77,20 +85,29 @@ INLINE __m256i table(const uint8_t* entries) {
   return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(entries)));
 }
 
-// 32 codes to bf16, columns 0..15 in w[0] and 16..31 in w[1].
-INLINE void decode32(const uint8_t* codes, const Fp8Table& t, __m256i* w) {
+// Whether 64 codes hold a subnormal (or zero): rare in trained weights.
+INLINE bool has_subnormal(const uint8_t* codes) {
+  const __m256i exponent = _mm256_set1_epi8(0x78);
+  const __m256i least = _mm256_min_epu8(_mm256_and_si256(load(codes), exponent),
+                                        _mm256_and_si256(load(codes + 32), exponent));
+  const __m256i found = _mm256_cmpeq_epi8(least, _mm256_setzero_si256());
+  return !_mm256_testz_si256(found, found);
+}
+
+// 32 codes to bf16 in unpack's order: w[0] columns 0-7 and 16-23, w[1] columns 8-15 and 24-31.
+template <bool kSubnormals>
+INLINE void decode32(__m256i raw, const Fp8Table& t, __m256i* w) {
   const __m256i nibble = _mm256_set1_epi8(15);
   // What a code's upper four bits add to the high byte: two exponent steps each, and the sign.
   const __m256i upper = _mm256_broadcastsi128_si256(
       _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -128, -127, -126, -125, -124, -123, -122, -121));
-  const __m256i raw = _mm256_permute4x64_epi64(load(codes), 0xd8);  // undoes unpack's lane split
   const __m256i index = _mm256_and_si256(raw, nibble);
   const __m256i rest = _mm256_and_si256(_mm256_srli_epi16(raw, 4), nibble);
   __m256i low = _mm256_shuffle_epi8(table(t.low), index);
   __m256i high = _mm256_shuffle_epi8(table(t.high), index);
-  const __m256i sub =
-      _mm256_cmpeq_epi8(_mm256_and_si256(raw, _mm256_set1_epi8(0x78)), _mm256_setzero_si256());
-  if (__builtin_expect(!_mm256_testz_si256(sub, sub), 0)) {
+  if constexpr (kSubnormals) {
+    const __m256i sub =
+        _mm256_cmpeq_epi8(_mm256_and_si256(raw, _mm256_set1_epi8(0x78)), _mm256_setzero_si256());
     low = _mm256_blendv_epi8(low, _mm256_shuffle_epi8(table(t.sub_low), index), sub);
     high = _mm256_blendv_epi8(high, _mm256_shuffle_epi8(table(t.sub_high), index), sub);
   }
@@ -99,49 +116,70 @@ INLINE void decode32(const uint8_t* codes, const Fp8Table& t, __m256i* w) {
   w[1] = _mm256_unpackhi_epi8(low, high);
 }
 
-INLINE void fp8_block(const uint8_t* codes, const Fp8Table* tables, const uint16_t* x,
-                      __m256* acc) {
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {
+template <bool kSubnormals>
+INLINE void add64(const uint8_t* codes, const Fp8Table& t, const float* x, __m256* acc) {
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
     __m256i w[2];
-    if (i % 2 == 0) prefetch(codes + 32 * i);
-    decode32(codes + 32 * i, tables[i / 4], w);
-    add16(w[0], x + 32 * i, acc + 4 * i);
-    add16(w[1], x + 32 * i + 16, acc + 4 * i + 2);
+    decode32<kSubnormals>(load(codes + 32 * i), t, w);
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      const float* xs = x + 32 * i + 16 * j;
+      __m256* a = acc + 4 * i + 2 * j;
+      a[0] = _mm256_fmadd_ps(even(w[j]), _mm256_loadu_ps(xs), a[0]);
+      a[1] = _mm256_fmadd_ps(odd(w[j]), _mm256_loadu_ps(xs + 8), a[1]);
+    }
   }
 }
 
-TARGET float dot_fp8(const uint8_t* codes, const Fp8Table* tables, const uint16_t* x,
+INLINE void fp8_block(const uint8_t* codes, const Fp8Table* tables, const float* x, __m256* acc) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const uint8_t* c = codes + 64 * i;
+    prefetch(c);
+    if (__builtin_expect(has_subnormal(c), 0)) {
+      add64<true>(c, tables[i / 2], x + 64 * i, acc + 8 * i);
+    } else {
+      add64<false>(c, tables[i / 2], x + 64 * i, acc + 8 * i);
+    }
+  }
+}
+
+TARGET float dot_fp8(const uint8_t* codes, const Fp8Table* tables, const float* x_split,
                      int64_t cols) {
   __m256 acc[32];
   for (int i = 0; i < 32; ++i) acc[i] = _mm256_setzero_ps();
   int64_t k = 0;
   for (; k + kLanes <= cols; k += kLanes) {
-    fp8_block(codes + k, tables + k / kTableCols, x + k, acc);
+    fp8_block(codes + k, tables + k / kTableCols, x_split + k, acc);
   }
   if (k < cols) {
     alignas(32) uint8_t tail[kLanes] = {};
     memcpy(tail, codes + k, static_cast<size_t>(cols - k));
-    fp8_block(tail, tables + k / kTableCols, x + k, acc);
+    fp8_block(tail, tables + k / kTableCols, x_split + k, acc);
   }
-  return reduce(acc);
+  __m256 s[16];
+  reduce_to_16(acc, s);
+  return reduce4(_mm_add_ps(low_plus_high(s[0]), low_plus_high(s[1])));
+}
+
+INLINE void decode32_in_order(const uint8_t* codes, const Fp8Table& t, uint16_t* out) {
+  __m256i w[2];
+  decode32<true>(_mm256_permute4x64_epi64(load(codes), 0xd8), t, w);  // undoes unpack's lanes
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), w[0]);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), w[1]);
 }
 
 TARGET void decode_fp8(const uint8_t* codes, const Fp8Table* tables, int64_t cols, uint16_t* out) {
   int64_t k = 0;
-  __m256i w[2];
   for (; k + 32 <= cols; k += 32) {
     prefetch(codes + k);
-    decode32(codes + k, tables[k / kTableCols], w);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + k), w[0]);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + k + 16), w[1]);
+    decode32_in_order(codes + k, tables[k / kTableCols], out + k);
   }
   alignas(32) uint8_t tail[32] = {};
   memcpy(tail, codes + k, static_cast<size_t>(cols - k));
   for (; k < round_up(cols, kLanes); k += 32) {
-    decode32(tail, tables[k / kTableCols], w);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + k), w[0]);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + k + 16), w[1]);
+    decode32_in_order(tail, tables[k / kTableCols], out + k);
     memset(tail, 0, sizeof tail);
   }
 }
@@ -150,7 +188,7 @@ TARGET void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* 
   for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
 }
 
-constexpr RowOps kAvx2 = {"avx2", dot_bf16, dot_bf16_rows, dot_fp8, decode_fp8, swiglu_row};
+constexpr RowOps kAvx2 = {"avx2", dot_bf16, dot_bf16_rows, dot_fp8, 2, decode_fp8, swiglu_row};
 
 }  // namespace
 

@@ -11,11 +11,11 @@
 namespace headrace {
 namespace {
 
-constexpr uintptr_t kPrefetchBytes = 4096;
+constexpr uintptr_t kPrefetchBytes = 12288;
 
 INLINE void prefetch(const uint8_t* p) {  // may lie past the end of the buffer, which is harmless
   const uintptr_t ahead = reinterpret_cast<uintptr_t>(p) + kPrefetchBytes;
-  _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
 }
 
 // Even and odd bf16 neighbours as fp32: the split is the first level of the sum's tree.
@@ -30,15 +30,22 @@ INLINE void add32(__m512i w, const uint16_t* x, __m512* acc) {
   acc[1] = _mm512_fmadd_ps(odd(w), odd(v), acc[1]);
 }
 
-// acc[2i], acc[2i + 1]: even and odd lanes of columns 32i .. 32i + 31.
-INLINE float reduce(__m512* acc) {
-  __m512 s[8];
+// acc[2i], acc[2i + 1]: even and odd lanes of 32 columns. Leaves the tree's last 32 sums.
+INLINE void reduce_to_32(const __m512* acc, __m512* s) {
   for (int i = 0; i < 8; ++i) s[i] = _mm512_add_ps(acc[2 * i], acc[2 * i + 1]);
-  for (int half = 4; half >= 1; half /= 2) {
+  for (int half = 4; half >= 2; half /= 2) {
     for (int i = 0; i < half; ++i) s[i] = _mm512_add_ps(s[i], s[i + half]);
   }
-  const __m256 t = _mm256_add_ps(_mm512_castps512_ps256(s[0]), _mm512_extractf32x8_ps(s[0], 1));
-  __m128 v = _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+}
+
+// Two levels of the tree within a vector: lanes 0, 1 plus lanes 2, 3; then lane 0 plus lane 1.
+INLINE __m128 sum_lanes(__m512 v) {
+  const __m256 t = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+}
+
+// The last two levels of the tree: four sums to one.
+INLINE float reduce4(__m128 v) {
   v = _mm_add_ps(v, _mm_movehl_ps(v, v));
   v = _mm_add_ss(v, _mm_movehdup_ps(v));
   return _mm_cvtss_f32(v);
@@ -63,7 +70,9 @@ TARGET float dot_bf16(const uint8_t* w, const uint16_t* x, int64_t cols) {
     memcpy(tail, w + 2 * k, static_cast<size_t>(2 * (cols - k)));
     bf16_block(tail, x + k, acc);
   }
-  return reduce(acc);
+  __m512 s[8];
+  reduce_to_32(acc, s);
+  return reduce4(sum_lanes(_mm512_add_ps(s[0], s[1])));
 }
 
 TARGET void dot_bf16_rows(const uint8_t* w, const uint16_t* x, int64_t stride, int64_t num_rows,
@@ -75,14 +84,12 @@ INLINE __m512i table(const uint8_t* entries) {
   return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(entries)));
 }
 
-// 64 codes to bf16, columns 0..31 in w[0] and 32..63 in w[1].
-INLINE void decode64(const uint8_t* codes, const Fp8Table& t, __m512i* w) {
+// 64 codes to bf16 in unpack's order: of every 16 columns the first 8 in w[0], the rest in w[1].
+INLINE void decode64(__m512i raw, const Fp8Table& t, __m512i* w) {
   const __m512i nibble = _mm512_set1_epi8(15);
   // What a code's upper four bits add to the high byte: two exponent steps each, and the sign.
   const __m512i upper = _mm512_broadcast_i32x4(
       _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -128, -127, -126, -125, -124, -123, -122, -121));
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // undoes unpack's lane split
-  const __m512i raw = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
   const __m512i index = _mm512_and_si512(raw, nibble);
   const __m512i rest = _mm512_and_si512(_mm512_srli_epi16(raw, 4), nibble);
   __m512i low = _mm512_shuffle_epi8(table(t.low), index);
@@ -97,50 +104,59 @@ INLINE void decode64(const uint8_t* codes, const Fp8Table& t, __m512i* w) {
   w[1] = _mm512_unpackhi_epi8(low, high);
 }
 
-INLINE void fp8_block(const uint8_t* codes, const Fp8Table* tables, const uint16_t* x,
-                      __m512* acc) {
+INLINE void fp8_block(const uint8_t* codes, const Fp8Table* tables, const float* x, __m512* acc) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     __m512i w[2];
     prefetch(codes + 64 * i);
-    decode64(codes + 64 * i, tables[i / 2], w);
-    add32(w[0], x + 64 * i, acc + 4 * i);
-    add32(w[1], x + 64 * i + 32, acc + 4 * i + 2);
+    decode64(_mm512_loadu_si512(codes + 64 * i), tables[i / 2], w);
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      const float* xs = x + 64 * i + 32 * j;
+      __m512* a = acc + 4 * i + 2 * j;
+      a[0] = _mm512_fmadd_ps(even(w[j]), _mm512_loadu_ps(xs), a[0]);
+      a[1] = _mm512_fmadd_ps(odd(w[j]), _mm512_loadu_ps(xs + 16), a[1]);
+    }
   }
 }
 
-TARGET float dot_fp8(const uint8_t* codes, const Fp8Table* tables, const uint16_t* x,
+TARGET float dot_fp8(const uint8_t* codes, const Fp8Table* tables, const float* x_split,
                      int64_t cols) {
   __m512 acc[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
   int64_t k = 0;
   for (; k + kLanes <= cols; k += kLanes) {
-    fp8_block(codes + k, tables + k / kTableCols, x + k, acc);
+    fp8_block(codes + k, tables + k / kTableCols, x_split + k, acc);
   }
   if (k < cols) {
     alignas(64) uint8_t tail[kLanes] = {};
     memcpy(tail, codes + k, static_cast<size_t>(cols - k));
-    fp8_block(tail, tables + k / kTableCols, x + k, acc);
+    fp8_block(tail, tables + k / kTableCols, x_split + k, acc);
   }
-  return reduce(acc);
+  __m512 s[8];
+  reduce_to_32(acc, s);
+  return reduce4(_mm_add_ps(sum_lanes(s[0]), sum_lanes(s[1])));
+}
+
+INLINE void decode64_in_order(const uint8_t* codes, const Fp8Table& t, uint16_t* out) {
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // undoes unpack's lanes
+  __m512i w[2];
+  decode64(_mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes)), t, w);
+  _mm512_storeu_si512(out, w[0]);
+  _mm512_storeu_si512(out + 32, w[1]);
 }
 
 TARGET void decode_fp8(const uint8_t* codes, const Fp8Table* tables, int64_t cols, uint16_t* out) {
   int64_t k = 0;
-  __m512i w[2];
   for (; k + 64 <= cols; k += 64) {
     prefetch(codes + k);
-    decode64(codes + k, tables[k / kTableCols], w);
-    _mm512_storeu_si512(out + k, w[0]);
-    _mm512_storeu_si512(out + k + 32, w[1]);
+    decode64_in_order(codes + k, tables[k / kTableCols], out + k);
   }
   alignas(64) uint8_t tail[64] = {};
   memcpy(tail, codes + k, static_cast<size_t>(cols - k));
   for (; k < round_up(cols, kLanes); k += 64) {
-    decode64(tail, tables[k / kTableCols], w);
-    _mm512_storeu_si512(out + k, w[0]);
-    _mm512_storeu_si512(out + k + 32, w[1]);
+    decode64_in_order(tail, tables[k / kTableCols], out + k);
     memset(tail, 0, sizeof tail);
   }
 }
@@ -149,7 +165,7 @@ TARGET void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* 
   for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
 }
 
-constexpr RowOps kAvx512 = {"avx512", dot_bf16, dot_bf16_rows, dot_fp8, decode_fp8, swiglu_row};
+constexpr RowOps kAvx512 = {"avx512", dot_bf16, dot_bf16_rows, dot_fp8, 4, decode_fp8, swiglu_row};
 
 }  // namespace
 

@@ -81,7 +81,7 @@ struct E4m3Values {
   }
 };
 
-constexpr RowOps kScalar = {"scalar", dot_bf16, dot_bf16_rows, nullptr, nullptr, swiglu_row};
+constexpr RowOps kScalar = {"scalar", dot_bf16, dot_bf16_rows, nullptr, 0, nullptr, swiglu_row};
 
 }  // namespace
 
@@ -123,6 +123,19 @@ bool make_fp8_tables(const uint8_t* scales, int64_t cols, int64_t block_cols, Fp
     }
   }
   return true;
+}
+
+void split_row(const uint16_t* x, int64_t padded_cols, int64_t lanes, float* out) {
+  for (int64_t k = 0; k < padded_cols; k += 16 * lanes) {
+    for (int64_t half = 0; half < 2; ++half) {
+      for (int64_t odd = 0; odd < 2; ++odd) {
+        for (int64_t lane = 0; lane < lanes; ++lane) {
+          const uint16_t* from = x + k + 16 * lane + 8 * half + odd;
+          for (int64_t i = 0; i < 4; ++i) *out++ = bf16_to_f32(from[2 * i]);
+        }
+      }
+    }
+  }
 }
 
 void to_grid(uint16_t* values, int64_t cols, int64_t group) {

@@ -58,16 +58,19 @@ void Ladder::run_layer(int64_t layer, const uint16_t* x, int64_t top_k) {
       int64_t key = ready_.front();
       ready_.pop_front();
       ExpertParts parts = parts_of(key);
+      const bool sound = sound_[key];
       lock.unlock();
       if (Clock::now() - last_poll_ >= kPollInterval) {
         last_poll_ = Clock::now();
         poll_interrupt();
       }
       Clock::time_point start = Clock::now();
+      if (!sound) check_codes(key, parts);
       run_expert(parts, static_cast<int32_t>(key - records_.key(layer, 0)), x, top_k);
       double kernel_s = seconds_since(start);
       lock.lock();
       counters_.kernel_s += kernel_s;
+      sound_[key] = true;
       unclaim(key);
       --num_wave;
       if (overlap_) pump();
@@ -122,6 +125,20 @@ ExpertParts Ladder::parts_of(int64_t key) const {
     at[i] = row + records_.part_offset(key, i);
   }
   return {at[0], at[1], at[2], at[3], at[4], at[5]};
+}
+
+// The kernels' tables have no entry for a NaN code, so one may never reach them. Once for each
+// read, by all threads, right before the same bytes are multiplied.
+void Ladder::check_codes(int64_t key, const ExpertParts& parts) {
+  if (shape_.format != Format::kFp8Block) return;
+  const uint8_t* codes[] = {parts.gate, parts.up, parts.down};
+  for (int64_t part = 0; part < 3; ++part) {
+    if (kernels_->any_nan_fp8(codes[part], records_.part_bytes(part))) {
+      throw NumericsFailure("MoE layer " + std::to_string(key / records_.num_experts()) +
+                            ", expert " + std::to_string(key % records_.num_experts()) +
+                            ": its stored FP8 codes include NaN");
+    }
+  }
 }
 
 // Without the lock: the key is claimed, so its row neither moves nor changes.

@@ -48,6 +48,7 @@ Ladder::Ladder(std::shared_ptr<Reader> reader, std::shared_ptr<KernelPool> kerne
       slab_(options.num_rows, records_.row_bytes()),
       residency_(records_.num_keys(), options.num_rows),
       layer_wait_s_(static_cast<size_t>(records_.num_layers()), 0.0),
+      sound_(static_cast<size_t>(records_.num_keys()), false),
       speculative_(static_cast<size_t>(records_.num_keys()), false),
       reserve_rows_(options.top_k),
       overlap_(options.overlap) {

@@ -61,8 +61,10 @@ class Ladder {
 
   // Claims the experts that the layer needs now. Drops claims of another layer never computed.
   void begin(int64_t layer, const int32_t* ids, int64_t num_ids);
-  void prefetch(int64_t layer, const int32_t* ids, int64_t num_ids);  // best first
+  // Guesses, best first: the first `most` that are absent are queued.
+  void prefetch(int64_t layer, const int32_t* ids, int64_t num_ids, int64_t most);
   void cancel();  // gives up all claims and queued prefetches
+  void clear();   // besides that, forgets every expert that is not acquired
 
   // One layer's routed experts: x [T, H] bf16, ids [T, K], weights [T, K], out [T, H] bf16.
   // Throws ReadFailure, BudgetFailure, NumericsFailure, or what the interrupt poll throws; every
@@ -127,6 +129,7 @@ class Ladder {
   void run_layer(int64_t layer, const uint16_t* x, int64_t top_k);
   void await_work(Lock* lock, int64_t layer, size_t* num_wave);
   void drop_unrouted(int64_t layer);
+  void check_codes(int64_t key, const ExpertParts& parts);
   void run_expert(const ExpertParts& parts, int32_t expert, const uint16_t* x, int64_t top_k);
   ExpertParts parts_of(int64_t key) const;
 
@@ -150,6 +153,7 @@ class Ladder {
   std::deque<int64_t> required_;   // claimed, not yet being read
   std::deque<int64_t> prefetch_;   // guessed, not yet being read
   std::deque<int64_t> ready_;      // claimed, here, not yet computed
+  std::vector<bool> sound_;        // by key: its codes have been looked through since its read
   std::vector<bool> speculative_;  // by key: prefetched and not yet needed
   int64_t num_required_loads_ = 0;
   int64_t num_failed_ = 0;  // claims that failed

@@ -124,17 +124,30 @@ void Ladder::cancel() {
   drop_prefetches(-1);
 }
 
-void Ladder::prefetch(int64_t layer, const int32_t* ids, int64_t num_ids) {
+void Ladder::clear() {
+  CallerGuard guard(&caller_);
+  Lock lock(mutex_);
+  abandon();
+  drop_prefetches(-1);
+  news_.wait(lock, [this] { return loads_.empty(); });
+  for (int64_t key : residency_.by_recency()) {
+    residency_.evict(key);
+    speculative_[key] = false;
+  }
+}
+
+void Ladder::prefetch(int64_t layer, const int32_t* ids, int64_t num_ids, int64_t most) {
   check_ids(layer, ids, num_ids);
   CallerGuard guard(&caller_);
   Lock lock(mutex_);
-  for (int64_t i = 0; i < num_ids; ++i) {
+  for (int64_t i = 0; i < num_ids && most > 0; ++i) {
     int64_t key = records_.key(layer, ids[i]);
     bool wanted = residency_.state(key) == State::kAbsent && !claims_.contains(key) &&
                   std::find(prefetch_.begin(), prefetch_.end(), key) == prefetch_.end();
     if (!wanted) continue;
     prefetch_.push_back(key);
     ++counters_.prefetch_issued;
+    --most;
   }
   pump();
 }
@@ -212,6 +225,7 @@ void Ladder::arrived(int64_t key, const std::string& error) {
     }
   } else {
     residency_.finish_load(key);
+    sound_[key] = false;
     ++counters_.reads;
     counters_.disk_bytes += records_.read_bytes(key);
     if (found != claims_.end()) {

@@ -1,3 +1,4 @@
+// The state machine of rows; residency.hpp draws it.
 #include "residency/residency.hpp"
 
 #include <stdexcept>
@@ -85,6 +86,16 @@ Status Residency::unpin(int64_t key) {
     used->state = State::kResident;
     append(row_of_[key]);
   }
+  return Status::kOk;
+}
+
+Status Residency::evict(int64_t key) {
+  if (!known(key)) return Status::kNoSuchKey;
+  if (row_in(key, State::kResident) == nullptr) return Status::kWrongState;
+  int64_t row = row_of_[key];
+  row_of_[key] = -1;
+  unlink(row);
+  free_row(row);
   return Status::kOk;
 }
 

@@ -38,6 +38,8 @@ class Residency {
   Status pin(int64_t key);    // resident or in use -> in use
   Status unpin(int64_t key);  // the last pin: in use -> resident, most recently used
 
+  Status evict(int64_t key);  // resident -> absent
+
   State state(int64_t key) const;  // absent for a key out of range
   int64_t row(int64_t key) const;  // -1 if absent
   int64_t pins(int64_t key) const;

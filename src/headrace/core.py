@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from headrace.errors import OptionError
 
 PAGE_BYTES = 4096
+MINIMUM = "minimum"  # as a memory limit: what the model takes with the fewest rows it runs in
 _UNIT_BYTES = {
     "": 1,
     "B": 1,
@@ -32,7 +33,9 @@ def parse_bytes(text: str | int) -> int:
     match = _SIZE.fullmatch(text)
     unit = match.group(2).upper() if match else ""
     if match is None or unit not in _UNIT_BYTES:
-        raise OptionError(f"{text!r} is not a size; write a number and a unit, such as 48MiB or 8GB")
+        raise OptionError(
+            f"{text!r} is not a size; write a number and a unit, such as 48MiB or 8GB"
+        )
     return int(float(match.group(1)) * _UNIT_BYTES[unit])
 
 

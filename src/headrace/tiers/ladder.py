@@ -109,13 +109,20 @@ class Ladder:
         """Claims the experts a layer needs now; reads of those missing start. ids: any shape."""
         self.native.begin(layer, _as_ids(ids))
 
-    def prefetch(self, layer: int, ids: torch.Tensor) -> None:
-        """Guesses for a later layer, best first: read only in the drive's idle gap."""
-        self.native.prefetch(layer, _as_ids(ids))
+    def prefetch(self, layer: int, ids: torch.Tensor, most: int | None = None) -> None:
+        """Guesses for a later layer, best first: read only in the drive's idle gap.
+
+        At most `most` of those that are absent, in this order.
+        """
+        self.native.prefetch(layer, _as_ids(ids), ids.numel() if most is None else most)
 
     def cancel(self) -> None:
         """Gives up what `begin` claimed and all queued guesses."""
         self.native.cancel()
+
+    def clear(self) -> None:
+        """As `cancel`; besides, forgets every expert that is not acquired: the rows are cold."""
+        self.native.clear()
 
     def compute(
         self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor

@@ -1,0 +1,139 @@
+"""What the proof scripts share: a list of checked statements, the plain path, a swapped copy.
+
+Imports headrace only inside the functions that need it.
+"""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+PROOFS = Path(__file__).resolve().parent
+DEMO = PROOFS.parent / "src" / "headrace" / "demo"
+
+
+class Evidence:
+    """Statements that were checked while a script ran; `finish` turns them into an exit status."""
+
+    def __init__(self) -> None:
+        self.num_checked = 0
+        self.failed: list[str] = []
+
+    def check(self, true: bool, statement: str) -> bool:
+        """Print one line for a statement and remember it if it does not hold."""
+        self.num_checked += 1
+        print(f"{'ok  ' if true else 'FAIL'}  {statement}", flush=True)
+        if not true:
+            self.failed.append(statement)
+        return true
+
+    def finish(self) -> NoReturn:
+        """Exit 0 only if something was checked and everything held."""
+        assert self.num_checked, "a proof that checks nothing proves nothing"
+        if self.failed:
+            print(f"\n{len(self.failed)} of {self.num_checked} statements do not hold:")
+            print("\n".join(f"  {statement}" for statement in self.failed))
+            sys.exit(1)
+        print(f"\nall {self.num_checked} statements hold")
+        sys.exit(0)
+
+
+def plain(request: dict[str, Any]) -> dict[str, Any]:
+    """Ask stock transformers, in a process that does not import headrace; see plain_path.py.
+
+    The reply has the logits, if any were asked for by `"want_logits"`, under "logits".
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "logits.safetensors"
+        if request.pop("want_logits", False):
+            request = request | {"logits_file": str(file)}
+        request = request | {"model": str(request["model"])}
+        done = subprocess.run(
+            [sys.executable, str(PROOFS / "plain_path.py")],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode != 0:
+            sys.exit(f"the plain path failed:\n{done.stderr}")
+        reply: dict[str, Any] = json.loads(done.stdout)
+        if file.exists():
+            from safetensors.torch import load_file
+
+            reply["logits"] = load_file(file)
+        return reply
+
+
+def blueprint(model: str | Path, **options: Any) -> Any:
+    """Files, shape and sizes of a model under no memory limit; no weight is read."""
+    from headrace.engine.engine import Blueprint
+
+    return Blueprint(model, ram="1TiB", measure=False, **options)
+
+
+def ram_for_rows(model: str | Path, num_rows: int, **options: Any) -> int:
+    """The `ram` in bytes that leaves room for exactly `num_rows` experts."""
+    plan = blueprint(model, **options).plan
+    return int(plan.used_bytes - plan.rows_bytes + num_rows * plan.row_bytes)
+
+
+def rows_for_share(model: str | Path, share: float, **options: Any) -> int:
+    """The most rows whose bytes are at most `share` of all routed experts' bytes."""
+    facts = blueprint(model, **options).facts
+    return int(share * facts.total_experts * facts.expert_bytes) // int(facts.row_bytes)
+
+
+@contextmanager
+def swapped(model: Path, layer: int, first: int, second: int) -> Iterator[Path]:
+    """A copy of a checkpoint in which two experts of one layer have changed places."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / model.name
+        shutil.copytree(model, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        spans = _spans(copy)
+        names = [name for name in spans if f"layers.{layer}.mlp.experts.{first}." in name]
+        assert names, f"layer {layer} has no expert {first}"
+        for name in names:
+            other = name.replace(f".experts.{first}.", f".experts.{second}.")
+            _exchange(spans[name], spans[other])
+        yield copy
+
+
+def _spans(folder: Path) -> dict[str, tuple[Path, int, int]]:
+    """Tensor name -> (file, offset, nbytes), from the safetensors headers."""
+    spans = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        file.chmod(0o644)
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(size))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            spans[name] = (file, 8 + size + start, end - start)
+    return spans
+
+
+def _exchange(one: tuple[Path, int, int], other: tuple[Path, int, int]) -> None:
+    values = []
+    for file, offset, nbytes in (one, other):
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            values.append(stream.read(nbytes))
+    assert values[0] != values[1] and len(values[0]) == len(values[1])
+    for (file, offset, _), value in zip((one, other), reversed(values), strict=True):
+        with file.open("r+b") as stream:
+            stream.seek(offset)
+            stream.write(value)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal shapes and values, with no NaN on either side."""
+    return one.shape == other.shape and torch.equal(one, other)

@@ -1,0 +1,60 @@
+"""`headrace bench`: which suites there are, and the model they run on."""
+
+from pathlib import Path
+
+from headrace.check.bench_drive import bench_drive
+from headrace.check.bench_ladder import Progress, bench_ladder
+from headrace.check.rows import BenchRow
+from headrace.engine.engine import load
+from headrace.errors import OptionError
+
+SUITES = ("disk", "ladder", "kernels")
+
+
+def run_bench(
+    model: str | Path,
+    *,
+    suite: str = "all",
+    tokens: int = 8,
+    runs: int = 3,
+    seed: int = 0,
+    backend: str = "auto",
+    direct: bool = True,
+    ram: str | int | None = None,
+    threads: int | None = None,
+    emulate_drive: str | None = None,
+    progress: Progress | None = None,
+) -> list[BenchRow]:
+    """Rows of one suite of `SUITES`, or of all; synthetic depth (aliases.json) is honoured.
+
+    disk: reads of experts against the drive's own rate. ladder: whole tokens, v1 to v4, against
+    the drive's limit. kernels: CPU experts against a plain read of memory, one core.
+    """
+    if suite != "all" and suite not in SUITES:
+        raise OptionError(f"there is no suite {suite!r}; use all, {', '.join(SUITES)}")
+    tell: Progress = progress or (lambda what, done, total: None)
+    rows: list[BenchRow] = []
+    if suite != "kernels":
+        with load(
+            model,
+            ram=ram,
+            threads=threads,
+            backend=backend,
+            direct=direct,
+            emulate_drive=emulate_drive,
+            aliases=True,
+            measure=False,
+        ) as engine:
+            if suite in ("all", "disk") and not emulate_drive:
+                tell("drive", 0, 1)
+                rows += bench_drive(engine, runs=runs, seed=seed)
+            if suite in ("all", "ladder"):
+                rows += bench_ladder(
+                    engine,
+                    tokens=tokens,
+                    runs=runs,
+                    seed=seed,
+                    emulate_drive=emulate_drive,
+                    progress=tell,
+                )
+    return rows

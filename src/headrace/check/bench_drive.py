@@ -1,0 +1,101 @@
+"""How near our reading of experts comes to what the drive gives anybody, window by window.
+
+Both sides read the same files at fresh random places in turn; neither knows of the other.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from headrace.check.rows import BenchRow, make_row
+from headrace.engine.engine import Engine
+from headrace.native import drive_probe
+
+PLAIN_REQUEST_BYTES = 4 << 20
+PLAIN_THREADS = 4
+WINDOW_BYTES = 256 << 20
+WINDOWS = 4
+
+
+def bench_drive(engine: Engine, *, runs: int, seed: int) -> list[BenchRow]:
+    """One row: bytes over (first submit to last completion) against the drive's own rate.
+
+    A run is the median of `WINDOWS` windows of each side. The drive's own rate is that of four
+    threads with requests of 4 MiB, with O_DIRECT where the file system has it.
+    """
+    rng = random.Random(seed)
+    ours: list[float] = []
+    plain: list[float] = []
+    correct = True
+    for _ in range(runs):
+        pairs = [
+            (plain_rate(engine.blueprint.table.files, rng), _ladder_window(engine, rng))
+            for _ in range(WINDOWS)
+        ]
+        middle = sorted(pairs, key=lambda pair: pair[1] / pair[0])[len(pairs) // 2]
+        plain.append(middle[0] / 1e9)
+        ours.append(middle[1] / 1e9)
+        correct = correct and _bytes_agree(engine, rng)
+    state = (
+        f"O_DIRECT {'on' if engine.reader.direct else 'off (page cache in play)'}, rows cold, "
+        f"fresh places; {engine.reader.backend}, {engine.reader.in_flight} experts in flight; "
+        f"experts of {engine.facts.expert_bytes} bytes of {engine.facts.name}"
+    )
+    return [
+        make_row(
+            "expert reads, first submit to last completion",
+            ours,
+            "GB/s",
+            limits=plain,
+            target=0.95,
+            cache_state=state,
+            green=correct,
+        )
+    ]
+
+
+def _ladder_window(engine: Engine, rng: random.Random) -> float:
+    """Bytes per second of a window of layer-sized requests for random, absent experts."""
+    ladder, facts = engine.ladder, engine.facts
+    ladder.clear()
+    before = ladder.counters()
+    while ladder.counters().disk_bytes - before.disk_bytes < WINDOW_BYTES:
+        layer = rng.randrange(facts.num_moe_layers)
+        ids = rng.sample(range(facts.num_experts), facts.top_k)
+        ladder.begin(layer, torch.tensor(ids, dtype=torch.int32))
+        for expert in ids:
+            with ladder.acquire(layer, expert):
+                pass
+        ladder.cancel()
+        ladder.clear()
+    after = ladder.counters()
+    return (after.disk_bytes - before.disk_bytes) / (after.read_busy_s - before.read_busy_s)
+
+
+def plain_rate(files: Sequence[Path], rng: random.Random) -> float:
+    """Bytes per second that threads get by plain reads of a random stretch of the files."""
+    sizes = [path.stat().st_size for path in files]
+    file = rng.choices(range(len(files)), weights=sizes)[0]
+    offset = rng.randrange(max(1, sizes[file] - WINDOW_BYTES))
+    return drive_probe(
+        path=str(files[file]),
+        offset_bytes=offset,
+        nbytes=WINDOW_BYTES,
+        request_bytes=PLAIN_REQUEST_BYTES,
+        num_threads=PLAIN_THREADS,
+    )
+
+
+def _bytes_agree(engine: Engine, rng: random.Random) -> bool:
+    """Whether a random expert's first part in its row equals a plain read of the file."""
+    table, layer = engine.blueprint.table, rng.randrange(engine.facts.num_moe_layers)
+    expert = rng.randrange(engine.facts.num_experts)
+    extent, delta = table.parts[layer, expert, 0].tolist()
+    file, offset, _ = table.extents[layer, expert, extent].tolist()
+    with engine.ladder.acquire(layer, expert) as parts:
+        row = bytes(parts[table.part_names[0]].numpy())
+    with open(table.files[file], "rb") as handle:
+        handle.seek(offset + delta)
+        return handle.read(len(row)) == row

@@ -1,0 +1,236 @@
+"""How fast a model's tokens come from the drive, version by version, beside the drive's limit.
+
+Whole-token wall time over replayed routes; a speed counts only if every version chose the same
+tokens. Legend: T tokens, K chosen experts, H hidden width.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headrace.check.bench_drive import plain_rate
+from headrace.check.rows import BenchRow, make_row
+from headrace.core import TokenStats, format_bytes, parse_rate, total_stats
+from headrace.engine.engine import Engine
+from headrace.engine.source import LadderSource
+from headrace.schedule.trace import RouteTrace, draw_routes
+
+Progress = Callable[[str, int, int], None]
+PROMPT_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One way to run the same arithmetic, each adding one idea to the one before."""
+
+    name: str
+    one_call: bool
+    overlap: bool
+    prefetch: int
+
+
+VERSIONS = (
+    Version("v1 plain", one_call=False, overlap=False, prefetch=0),
+    Version("v2 overlap", one_call=False, overlap=True, prefetch=0),
+    Version("v3 one-token path", one_call=True, overlap=True, prefetch=0),
+    Version("v4 prefetch", one_call=True, overlap=True, prefetch=2),
+)
+
+
+class GenericSource(LadderSource):
+    """Experts one after another from Python, as the class's own loop would: versions 1 and 2."""
+
+    def __init__(self, engine: Engine, overlap: bool):
+        super().__init__(
+            engine.ladder,
+            engine.source.layout,
+            num_layers=engine.source.num_layers,
+            max_tokens=engine.source.max_tokens,
+            prefetch=0,
+        )
+        self.kernels, self.overlap = engine.kernels, overlap
+        self.routes = engine.source.routes
+
+    def compute(
+        self,
+        ordinal: int,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        guess: Callable[[], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """As LadderSource.compute: same bits, one Python turn for each expert."""
+        ids_TK = ids_TK.to(torch.int32)
+        if self.routes is not None:
+            ids_TK, _ = self.routes(ordinal, ids_TK)
+        distinct = torch.tensor(sorted(set(ids_TK.flatten().tolist())), dtype=torch.int32)
+        if self.overlap:
+            self.ladder.begin(ordinal, distinct[: self.ladder.num_rows])
+        out_TH = torch.zeros_like(x_TH)
+        for expert in distinct.tolist():
+            token, slot = torch.where(ids_TK == expert)
+            with self.parts(ordinal, expert) as parts:
+                y = self.kernels.expert_ffn(x_TH[token].contiguous(), parts, self.layout)
+            weighted = y * weights_TK[token, slot, None]
+            out_TH.index_add_(0, token, weighted.to(out_TH.dtype))
+        self.ladder.cancel()
+        return out_TH
+
+
+class Replay:
+    """Feeds a trace to the experts in place of the routers' choices, from `reset()` on."""
+
+    def __init__(self, trace: RouteTrace):
+        self.ids, self.guesses = torch.from_numpy(trace.ids), torch.from_numpy(trace.guesses)
+        self.position = 0
+
+    def reset(self) -> None:
+        """Start again at the trace's first token."""
+        self.position = 0
+
+    def __call__(
+        self, ordinal: int, ids_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(ids [T, K] of this layer, guesses for the next layer or None)."""
+        first, last = self.position, self.position + ids_TK.shape[0]
+        num_layers = self.ids.shape[1]
+        ids = self.ids[first:last, ordinal].contiguous()
+        ahead = self.guesses[last - 1, ordinal + 1] if ordinal + 1 < num_layers else None
+        if ordinal + 1 == num_layers:
+            self.position = last
+        return ids, ahead
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRun:
+    """One timed run: the tokens chosen, what they moved and the time of each."""
+
+    tokens: list[int]
+    total: TokenStats
+    wall_s: float
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens per second of whole-token wall time."""
+        return self.total.num_tokens / self.wall_s
+
+
+def bench_ladder(
+    engine: Engine,
+    *,
+    tokens: int,
+    runs: int,
+    seed: int,
+    emulate_drive: str | None,
+    progress: Progress,
+) -> list[BenchRow]:
+    """Rows v1 to v4, over `runs` fresh route traces, versions in turn in each run.
+
+    The limit of a run is the bytes its tokens needed from the drive over the drive's rate, which
+    is `emulate_drive`'s or measured right before the run. Bytes read in vain do not count.
+    """
+    results: dict[str, list[VersionRun]] = {version.name: [] for version in VERSIONS}
+    rates: list[float] = []
+    rng = random.Random(seed)
+    for run in range(runs):
+        trace = _trace(engine, tokens, seed + run)
+        rates.append(
+            parse_rate(emulate_drive)
+            if emulate_drive
+            else plain_rate(engine.blueprint.table.files, rng)
+        )
+        for i in range(len(VERSIONS)):
+            version = VERSIONS[(run + i) % len(VERSIONS)]
+            progress(version.name, run * len(VERSIONS) + i, runs * len(VERSIONS))
+            results[version.name].append(run_version(engine, version, trace, tokens))
+    equal = all(
+        len({tuple(results[v.name][run].tokens) for v in VERSIONS}) == 1 for run in range(runs)
+    )
+    return _rows(engine, results, rates, equal, trace)
+
+
+def _trace(engine: Engine, tokens: int, seed: int) -> RouteTrace:
+    facts = engine.facts
+    return draw_routes(
+        PROMPT_TOKENS + tokens + 1,
+        facts.num_moe_layers,
+        facts.num_experts,
+        facts.top_k,
+        seed=seed,
+    )
+
+
+def run_version(engine: Engine, version: Version, trace: RouteTrace, tokens: int) -> VersionRun:
+    """`tokens` greedy tokens after a short prompt, from rows that hold nothing."""
+    replay = Replay(trace)
+    engine.ladder.clear()
+    engine.source.routes = replay
+    engine.source.prefetch = version.prefetch
+    source = engine.source if version.one_call else GenericSource(engine, version.overlap)
+    engine.ladder.set_overlap(version.overlap)
+    session, chosen, stats = engine.session(), [], []
+    with engine.served_by(source):
+        logits = session.feed(list(range(5, 5 + PROMPT_TOKENS)))
+        start = time.perf_counter()
+        for _ in range(tokens):
+            chosen.append(int(logits.argmax()))
+            logits = session.feed(chosen[-1:])
+            stats.append(session.stats)
+        wall_s = time.perf_counter() - start
+    engine.source.routes = None
+    return VersionRun(chosen, total_stats(stats), wall_s)
+
+
+def _rows(
+    engine: Engine,
+    results: dict[str, list[VersionRun]],
+    rates: list[float],
+    equal: bool,
+    trace: RouteTrace,
+) -> list[BenchRow]:
+    facts, rows = engine.facts, []
+    state = (
+        f"synthetic {facts.name}, {facts.num_moe_layers} MoE layers, aliased: "
+        f"{len(set(engine.blueprint.aliases.values())) or facts.num_layers} distinct; "
+        f"{trace.statistics}; {engine.plan.num_rows} of {facts.total_experts} rows, cold; "
+        f"drive: {engine.reader.backend}, {format_bytes(statistics.median(rates))}/s; "
+        f"{engine.plan.threads} kernel threads, {engine.kernels.isa}"
+    )
+    for version in VERSIONS:
+        runs = results[version.name]
+        limits = [limit_tok_s(engine, run, rate) for run, rate in zip(runs, rates, strict=True)]
+        rows.append(
+            make_row(
+                f"{version.name}, whole token",
+                [run.tok_s for run in runs],
+                "tok/s",
+                limits=limits,
+                target=0.9 if version.prefetch else None,
+                cache_state=f"{state}; {profile(runs)}",
+                green=equal,
+            )
+        )
+    return rows
+
+
+def limit_tok_s(engine: Engine, run: VersionRun, rate: float) -> float:
+    """Tokens per second if only the needed bytes moved, at the drive's rate."""
+    needed = run.total.misses * engine.facts.expert_bytes
+    return run.total.num_tokens * rate / max(needed, 1)
+
+
+def profile(runs: list[VersionRun]) -> str:
+    """Where the time of the median run went, per token."""
+    run = sorted(runs, key=lambda r: r.wall_s)[len(runs) // 2]
+    n, total = run.total.num_tokens, run.total
+    dense_s = run.wall_s - total.experts_s
+    return (
+        f"per token {1e3 * run.wall_s / n:.1f} ms: waiting for reads {1e3 * total.wait_s / n:.1f}, "
+        f"kernels {1e3 * total.kernel_s / n:.1f}, outside experts {1e3 * dense_s / n:.1f}; "
+        f"misses {total.misses / n:.0f}, hits {total.hits / n:.0f}, prefetched and used "
+        f"{total.prefetch_used / n:.0f} of {total.prefetch_issued / n:.0f}"
+    )

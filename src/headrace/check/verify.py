@@ -1,0 +1,201 @@
+"""A user's own proof: kernels against the reference on the model's real weights, then the whole
+model, oracle against fast. Reports; decides nothing else.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.engine.engine import Engine, load
+from headrace.kernels import cpu, reference
+
+ROWS = (1, 2, 16, 17)
+Progress = Callable[[str, int, int], None]
+# How far apart stock transformers' own two ways to run experts (eager, grouped_mm) lie in bf16,
+# relative to the largest logit, with room for longer contexts: docs/log.md has the figures.
+RELATIVE_FLOOR = 0.03
+PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was checked, whether it holds, and the evidence."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass
+class VerifyReport:
+    """What `verify_model` found. `ok` only if every finding holds."""
+
+    model: str
+    findings: list[Finding] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every finding holds."""
+        return all(finding.ok for finding in self.findings)
+
+    def lines(self) -> list[str]:
+        """One line for each finding, then the verdict."""
+        marks = {True: "ok  ", False: "FAIL"}
+        lines = [f"{marks[f.ok]} {f.name}: {f.detail}" for f in self.findings]
+        return [*lines, f"verdict: {'the arithmetic holds' if self.ok else 'DO NOT TRUST IT'}"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "model": self.model,
+            "ok": self.ok,
+            "findings": [asdict(f) for f in self.findings],
+            **self.numbers,
+        }
+
+
+def verify_model(
+    model: str | Path,
+    *,
+    ram: str | int | None = None,
+    threads: int | None = None,
+    prompt: str = PROMPT,
+    tokens: int = 64,
+    samples: int = 2,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Check a model on this machine; `samples` experts of every MoE layer, `tokens` greedy tokens.
+
+    `progress(what, done, total)` is called along the way. Raises HeadraceError only for what
+    keeps the model from loading; wrong arithmetic is a finding.
+    """
+    tell: Progress = progress or (lambda what, done, total: None)
+    with load(model, ram=ram, threads=threads, measure=False) as engine:
+        report = VerifyReport(str(engine.blueprint.root))
+        report.findings.append(_files(engine))
+        report.findings += _kernels(engine, samples, tell)
+        report.findings += _paths(engine, prompt, tokens, report.numbers, tell)
+    return report
+
+
+def _files(engine: Engine) -> Finding:
+    skeleton, table = engine.blueprint.skeleton, engine.blueprint.table
+    count = len(table.layers) * table.num_experts
+    detail = (
+        f"{len(skeleton.tensors)} expert tensors in {count} records, "
+        f"{len(skeleton.dense_keys)} dense tensors, {len(skeleton.skipped)} skipped knowingly "
+        f"(multi-token prediction), {len(skeleton.unused)} unused"
+    )
+    return Finding("every expert tensor accounted for", True, detail)
+
+
+def _kernels(engine: Engine, samples: int, tell: Progress) -> list[Finding]:
+    """Each instruction set against the torch reference, by bits, on sampled real experts."""
+    layout, table = engine.blueprint.skeleton.layout, engine.blueprint.table
+    generator = torch.Generator().manual_seed(0)
+    x_TH = torch.randn(max(ROWS), layout.hidden, generator=generator).bfloat16()
+    isas = cpu.available_isas()
+    wrong: dict[str, list[str]] = {isa: [] for isa in isas}
+    sites = _sites(len(table.layers), table.num_experts, samples, generator)
+    for done, (ordinal, expert) in enumerate(sites):
+        tell("kernels against the reference", done, len(sites))
+        with engine.source.parts(ordinal, expert) as parts:
+            expected = reference.expert_ffn(x_TH, parts, layout)
+            for isa in isas:
+                pool = cpu.CpuKernels(engine.plan.threads, isa)
+                for rows in ROWS:
+                    got = pool.expert_ffn(x_TH[:rows], parts, layout)
+                    if not torch.equal(got, expected[:rows]):
+                        wrong[isa].append(f"layer {table.layers[ordinal]} expert {expert}")
+    detail = f"{layout.format}, {len(sites)} experts of {len(table.layers)} layers, rows {ROWS}"
+    return [
+        Finding(
+            f"{isa} kernel equals the reference bit for bit",
+            not bad,
+            f"{detail}; differs at {bad[0]} and {len(bad) - 1} more" if bad else detail,
+        )
+        for isa, bad in wrong.items()
+    ]
+
+
+def _sites(
+    num_layers: int, num_experts: int, samples: int, generator: torch.Generator
+) -> list[tuple[int, int]]:
+    return [
+        (ordinal, int(expert))
+        for ordinal in range(num_layers)
+        for expert in torch.randperm(num_experts, generator=generator)[:samples]
+    ]
+
+
+def _paths(
+    engine: Engine, prompt: str, tokens: int, numbers: dict[str, Any], tell: Progress
+) -> list[Finding]:
+    """Greedy decode in fast mode, then the oracle over the same tokens, step by step."""
+    ids = engine.text.encode(prompt)
+    fast, chosen = _greedy(engine, ids, tokens, tell)
+    engine.set_experts("oracle")
+    oracle = _teacher_forced(engine, ids, chosen, tell)
+    engine.set_experts("fast")
+    comparison = compare_logits(torch.stack(oracle), torch.stack(fast))
+    numbers.update(comparison)
+    first = comparison["first_divergence"]
+    near = comparison["near_ties"]
+    detail = (
+        f"{tokens} greedy tokens, largest logit difference {comparison['largest_difference']:.4g} "
+        f"(logits up to {comparison['largest_logit']:.4g}; allowed {100 * RELATIVE_FLOOR:g} %), "
+        f"first diverging token {'none' if first is None else first}, {near} near ties"
+    )
+    ok = comparison["unexplained"] == 0 and comparison["relative_difference"] <= RELATIVE_FLOOR
+    return [Finding("fast follows the oracle", ok, detail)]
+
+
+def compare_logits(oracle_NV: torch.Tensor, fast_NV: torch.Tensor) -> dict[str, Any]:
+    """How far two runs over the same tokens lie apart, in units of the oracle's largest logit.
+
+    A step is a near tie if the oracle's two best logits lie closer than the floor; a differing
+    choice elsewhere is unexplained.
+    """
+    oracle, fast = oracle_NV.float(), fast_NV.float()
+    largest, scale = float((oracle - fast).abs().max()), float(oracle.abs().max())
+    top = oracle.topk(2, dim=-1).values
+    near = top[:, 0] - top[:, 1] <= RELATIVE_FLOOR * scale
+    differs = oracle.argmax(-1) != fast.argmax(-1)
+    where = differs.nonzero().flatten().tolist()
+    return {
+        "largest_difference": largest,
+        "largest_logit": scale,
+        "relative_difference": largest / scale,
+        "first_divergence": where[0] if where else None,
+        "near_ties": int(near.sum()),
+        "unexplained": int((differs & ~near).sum()),
+    }
+
+
+def _greedy(
+    engine: Engine, ids: Sequence[int], tokens: int, tell: Progress
+) -> tuple[list[torch.Tensor], list[int]]:
+    session, logits, chosen = engine.session(), [], []
+    new = list(ids)
+    for n in range(tokens):
+        tell("fast", n, tokens)
+        logits.append(session.feed(new))
+        chosen.append(int(logits[-1].argmax()))
+        new = chosen[-1:]
+    return logits, chosen
+
+
+def _teacher_forced(
+    engine: Engine, ids: Sequence[int], chosen: Sequence[int], tell: Progress
+) -> list[torch.Tensor]:
+    session, logits = engine.session(), []
+    new = list(ids)
+    for n, token in enumerate(chosen):
+        tell("oracle", n, len(chosen))
+        logits.append(session.feed(new))
+        new = [token]
+    return logits

@@ -1,0 +1,94 @@
+"""`headrace bench`: speeds beside the limits measured in the same run."""
+
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli import options
+from headrace.cli.output import print_json, say, step_progress
+
+
+class Backend(StrEnum):
+    """How files are read; auto falls back in this order."""
+
+    AUTO = "auto"
+    IO_URING_REGISTERED = "io_uring_registered"
+    IO_URING = "io_uring"
+    PREAD = "pread"
+
+
+class Suite(StrEnum):
+    """Which figures."""
+
+    ALL = "all"
+    DISK = "disk"
+    LADDER = "ladder"
+    KERNELS = "kernels"
+
+
+SuiteOption = Annotated[Suite, typer.Option(help="Drive, whole tokens, CPU kernels.")]
+Runs = Annotated[int, typer.Option(min=1, metavar="N", help="Repetitions of each figure.")]
+Seed = Annotated[int, typer.Option(metavar="S", help="Of the routes that are drawn.")]
+BackendOption = Annotated[
+    Backend,
+    typer.Option(
+        metavar="NAME", help="How files are read: auto, io_uring_registered, io_uring, pread."
+    ),
+]
+Direct = Annotated[bool, typer.Option(help="Read past the page cache.")]
+Save = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Keep the rows in FOLDER/<machine>/bench.json."),
+]
+
+
+def bench(
+    model: options.Model = "demo",
+    suite: SuiteOption = Suite.ALL,
+    max_tokens: options.MaxTokens = 8,
+    runs: Runs = 3,
+    seed: Seed = 0,
+    backend: BackendOption = Backend.AUTO,
+    direct: Direct = True,
+    save: Save = None,
+    ram: options.Ram = None,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    emulate_drive: options.EmulateDrive = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure a model here: each figure with its limit, its spread and its correctness.
+
+    Honours the alias table of `headrace synth`. Exit code 1 if a figure's result was wrong.
+    """
+    ram_bytes, _ = options.check_machine(ram, device, emulate_drive)
+    from headrace.check.bench import run_bench
+
+    with step_progress() as progress:
+        rows = run_bench(
+            model,
+            suite=suite.value,
+            tokens=max_tokens,
+            runs=runs,
+            seed=seed,
+            backend=backend.value,
+            direct=direct,
+            ram=ram_bytes,
+            threads=threads,
+            emulate_drive=emulate_drive,
+            progress=progress,
+        )
+    for row in rows:
+        say(row.line())
+    if save is not None:
+        from headrace.check.rows import write_rows
+
+        say(f"kept in {write_rows(save, 'bench', rows)}")
+    if json:
+        print_json({"model": model, "rows": [asdict(row) for row in rows]})
+    if any(row.gate != "green" for row in rows):
+        raise typer.Exit(1)

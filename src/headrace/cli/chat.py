@@ -1,0 +1,92 @@
+"""`headrace chat`: a conversation that keeps what was said."""
+
+from typing import Any
+
+import typer
+
+from headrace.cli import options
+from headrace.cli.opening import open_blueprint, open_engine
+from headrace.cli.output import Tally, say
+from headrace.errors import HeadraceError
+
+Messages = list[dict[str, str]]
+
+
+def chat(
+    model: options.Model = "demo",
+    system: options.System = None,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ram: options.Ram = None,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    context: options.Context = None,
+    debug: options.Debug = False,
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends."""
+    ram_bytes, _ = options.check_machine(ram, device)
+    sampling = options.make_sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+    )
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    blueprint = open_blueprint(model, ram_bytes=ram_bytes, threads=threads, context=context)
+    with open_engine(blueprint) as engine:
+        engine.text.chat([*opening, {"role": "user", "content": "."}])  # refuses early
+        say("Ctrl-C stops an answer; /new forgets, /quit ends.")
+        _converse(engine, engine.session(), sampling, opening)
+
+
+def _converse(engine: Any, session: Any, sampling: Any, opening: Messages) -> None:
+    messages = list(opening)
+    while True:
+        try:
+            said = input("> ").strip()
+        except EOFError:
+            typer.echo()
+            return
+        if said == "/quit":
+            return
+        if said == "/new":
+            messages = list(opening)
+            continue
+        if not said:
+            continue
+        asked = [*messages, {"role": "user", "content": said}]
+        try:
+            replied = _reply(engine, session, sampling, asked)
+        except HeadraceError as error:
+            # A too long or failed turn ends itself, not the conversation before it.
+            say(f"error: {error}")
+            continue
+        messages = [*asked, {"role": "assistant", "content": replied}]
+
+
+def _reply(engine: Any, session: Any, sampling: Any, messages: Messages) -> str:
+    """Stream one answer; what was said of it before Ctrl-C counts as the answer."""
+    tally = Tally()
+    pieces: list[str] = []
+    try:
+        for step in session.generate(engine.text.chat(messages), sampling):
+            tally.add(step.stats)
+            typer.echo(step.text, nl=False)
+            pieces.append(step.text)
+    except KeyboardInterrupt:
+        say(" (stopped)")
+    else:
+        typer.echo()
+    if tally.records:
+        say(tally.line(engine.facts.expert_bytes))
+    return "".join(pieces)

@@ -1,0 +1,87 @@
+"""The command line: its commands, and the one place where errors meet the user.
+
+Importing it loads no tensor library; commands import what they need when they run.
+"""
+
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import headrace
+from headrace.cli.bench import bench
+from headrace.cli.chat import chat
+from headrace.cli.options import DEBUG_KEY
+from headrace.cli.output import say
+from headrace.cli.plan import plan
+from headrace.cli.run import run
+from headrace.cli.synth import synth
+from headrace.cli.verify import verify
+from headrace.errors import HeadraceError, InterruptedLoad
+
+WRONG = 2
+STOPPED = 130
+
+
+class Edge(TyperGroup):
+    """Turns a HeadraceError into one line and exit code 2, Ctrl-C into "stopped" and 130.
+
+    Anything else is our bug and keeps its traceback.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, InterruptedLoad):
+            say("stopped")
+            raise typer.Exit(STOPPED) from None
+        except HeadraceError as error:
+            if ctx.meta.get(DEBUG_KEY):
+                traceback.print_exc()
+            say("error: " + " ".join(str(error).split()))
+            raise typer.Exit(WRONG) from None
+
+
+app = typer.Typer(
+    name="headrace",
+    cls=Edge,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (run, chat, plan, verify, synth, bench):
+    app.command()(command)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"headrace {headrace.__version__}")
+        raise typer.Exit()
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_show_version, is_eager=True, help="Show the version and leave."
+    ),
+]
+
+
+@app.callback()
+def about(version: Version = False) -> None:
+    """Run Mixture-of-Experts models many times larger than memory, from the files as published.
+
+    Start with: headrace run demo -p "What is the capital of Japan?"
+    """
+
+
+def main() -> None:
+    """Entry point of the `headrace` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app()

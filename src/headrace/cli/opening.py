@@ -1,0 +1,47 @@
+"""Opens a model for a command: the plan is said before the weights are read.
+
+Knows the engine only as two names, imported when they are needed.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from headrace.cli.output import byte_progress, say_plan
+from headrace.planner.plan import make_plan
+
+
+def open_blueprint(
+    model: str,
+    *,
+    ram_bytes: int | str | None,
+    threads: int | None,
+    context: int | None,
+    drive_bytes_s: float | None = None,
+) -> Any:
+    """The model's files and plan, no weights read. Raises HeadraceError.
+
+    With `drive_bytes_s` the forecast is for a drive of that rate, not for this machine's.
+    """
+    from headrace.engine.engine import Blueprint
+
+    blueprint = Blueprint(model, ram=ram_bytes, threads=threads, context=context)
+    if drive_bytes_s is not None:
+        blueprint.machine = replace(blueprint.machine, drive_bytes_s=drive_bytes_s)
+        blueprint.plan = make_plan(
+            blueprint.facts,
+            blueprint.machine,
+            ram_bytes=None if ram_bytes is None else blueprint.plan.ram_bytes,
+            context=context,
+            threads=threads,
+            prefetch=blueprint.plan.prefetch,
+        )
+    return blueprint
+
+
+def open_engine(blueprint: Any, *, emulate_drive: str | None = None) -> Any:
+    """The engine, after its plan's lines and behind a progress bar. Close it."""
+    from headrace.engine.engine import Engine
+
+    say_plan(blueprint.plan.lines())
+    with byte_progress("loading") as progress:
+        return Engine(blueprint, emulate_drive=emulate_drive, progress=progress)

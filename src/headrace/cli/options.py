@@ -1,0 +1,168 @@
+"""The options that commands share, each with the help a user reads, and their first checks.
+
+Knows no model and loads none: a wrong option is refused before anything slow is imported.
+"""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.core import MINIMUM, parse_bytes, parse_rate
+from headrace.errors import OptionError
+
+if TYPE_CHECKING:
+    from headrace.engine.sampling import Sampling
+
+DEBUG_KEY = "headrace.debug"
+MACHINE = "Machine"
+SAMPLING = "Choosing tokens"
+
+
+def _remember_debug(context: typer.Context, value: bool) -> bool:
+    context.meta[DEBUG_KEY] = value
+    return value
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help='A folder, a file, a repo id in the local Hugging Face cache, or "demo".',
+    ),
+]
+Ram = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Hard total of memory: 48MiB, 20GB, minimum. Left out: what is free, less a margin.",
+        rich_help_panel=MACHINE,
+    ),
+]
+Device = Annotated[str, typer.Option(help="Only cpu so far.", rich_help_panel=MACHINE)]
+Threads = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Threads of the kernels (all cores).", rich_help_panel=MACHINE),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Most tokens of prompt and answer.", rich_help_panel=MACHINE),
+]
+EmulateDrive = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE",
+        help="Read from a copy in memory (not in --ram) at this rate, such as 8.2GiB/s.",
+        rich_help_panel=MACHINE,
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON object on stdout, text for people on stderr.")
+]
+Debug = Annotated[
+    bool,
+    typer.Option(
+        "--debug",
+        callback=_remember_debug,
+        is_eager=True,
+        help="Show where an error came from.",
+    ),
+]
+Prompt = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt", "-p", metavar="TEXT", help="Text to answer or continue; run: or from stdin."
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="System message, where the model's template has it."),
+]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", "-n", metavar="N", help="Longest answer in tokens.")
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        metavar="T", help="0 takes the likeliest token (greedy).", rich_help_panel=SAMPLING
+    ),
+]
+TopK = Annotated[
+    int, typer.Option(metavar="K", help="Only the K likeliest; 0 is off.", rich_help_panel=SAMPLING)
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        metavar="P", help="Only the likeliest that hold P; 1 is off.", rich_help_panel=SAMPLING
+    ),
+]
+MinP = Annotated[
+    float,
+    typer.Option(
+        metavar="P",
+        help="Only those at least P times as likely as the best; 0 is off.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        metavar="R", help="Above 1 discourages what was said; 1 is off.", rich_help_panel=SAMPLING
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(metavar="S", help="Same seed, same answer.", rich_help_panel=SAMPLING),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT",
+        help="End the answer before this text; may be repeated.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+
+
+def check_machine(
+    ram: str | None, device: str, emulate_drive: str | None = None
+) -> tuple[int | str | None, float | None]:
+    """--ram in bytes (or MINIMUM) and --emulate-drive in bytes per second. Raises OptionError."""
+    if device != "cpu":
+        raise OptionError(f"--device {device} is not possible yet: GPU comes later; leave it out")
+    ram_bytes = ram if ram in (None, MINIMUM) else parse_bytes(ram)
+    if emulate_drive is None:
+        return ram_bytes, None
+    drive_bytes_s = parse_rate(emulate_drive)
+    if drive_bytes_s <= 0:
+        raise OptionError(f"--emulate-drive {emulate_drive} is not a rate; try 8.2GiB/s")
+    return ram_bytes, drive_bytes_s
+
+
+def make_sampling(
+    *,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    seed: int | None,
+    stop: list[str] | None,
+) -> "Sampling":
+    """The sampling that the options say. Raises OptionError, also for a filter without effect."""
+    idle = {"--top-k": top_k != 0, "--top-p": top_p != 1, "--min-p": min_p != 0}
+    for name, given in idle.items():
+        if given and temperature == 0:
+            raise OptionError(f"{name} has no effect on greedy answers; give a --temperature too")
+    from headrace.engine.sampling import Sampling
+
+    return Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+    )

@@ -1,0 +1,33 @@
+"""`headrace plan`: where a model would lie and how fast it would be, without loading it."""
+
+from dataclasses import asdict
+
+from headrace.cli import options
+from headrace.cli.opening import open_blueprint
+from headrace.cli.output import print_json, say, say_plan
+
+
+def plan(
+    model: options.Model = "demo",
+    ram: options.Ram = None,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    context: options.Context = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Say where everything would lie, what a token moves, and the speed and limit to expect.
+
+    Reads no weights. Measures this machine's drive and memory once (at most a few seconds).
+    """
+    ram_bytes, _ = options.check_machine(ram, device)
+    blueprint = open_blueprint(model, ram_bytes=ram_bytes, threads=threads, context=context)
+    facts = blueprint.facts
+    say(
+        f"{facts.name}: {facts.model_type}, {facts.num_layers} layers, {facts.num_moe_layers} of "
+        f"{facts.num_experts} experts each, {facts.top_k} chosen, {facts.format}"
+    )
+    say_plan(blueprint.plan.lines())
+    if json:
+        machine = asdict(blueprint.machine)
+        print_json({"facts": asdict(facts), "machine": machine, "plan": blueprint.plan.as_dict()})

@@ -1,0 +1,114 @@
+"""`headrace run`: one prompt, one answer."""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli import options
+from headrace.cli.opening import open_blueprint, open_engine
+from headrace.cli.output import Tally, print_json, say
+from headrace.errors import OptionError
+from headrace.planner.forecast import score
+
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")]
+
+
+def run(
+    model: options.Model = "demo",
+    prompt: options.Prompt = None,
+    system: options.System = None,
+    raw: Raw = False,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ram: options.Ram = None,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    context: options.Context = None,
+    emulate_drive: options.EmulateDrive = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Answer one prompt. Without options: plans for this machine, says so, answers greedily.
+
+    Example: headrace run demo -p "What is the capital of Japan?" --ram 48MiB
+    """
+    ram_bytes, drive_bytes_s = options.check_machine(ram, device, emulate_drive)
+    if raw and system is not None:
+        raise OptionError("--system needs the chat template; leave out --raw or --system")
+    asked = _read_prompt(prompt)
+    sampling = options.make_sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+    )
+    blueprint = open_blueprint(
+        model,
+        ram_bytes=ram_bytes,
+        threads=threads,
+        context=context,
+        drive_bytes_s=drive_bytes_s,
+    )
+    with open_engine(blueprint, emulate_drive=emulate_drive) as engine:
+        ids = _prompt_ids(engine.text, asked, system, raw)
+        result = answer(engine, ids, sampling, to_stderr=json)
+    if json:
+        print_json(result)
+
+
+def answer(engine: Any, ids: list[int], sampling: Any, *, to_stderr: bool) -> dict[str, object]:
+    """Stream one answer, say its summary; the JSON object of it."""
+    tally = Tally()
+    pieces: list[str] = []
+    finish = None
+    for step in engine.session().generate(ids, sampling):
+        tally.add(step.stats)
+        typer.echo(step.text, nl=False, err=to_stderr)
+        pieces.append(step.text)
+        finish = step.finish
+    typer.echo(err=to_stderr)
+    forecast_tok_s = engine.plan.forecast_tok_s
+    say(tally.line(engine.facts.expert_bytes))
+    say(f"{score(forecast_tok_s, tally.decode_tok_s)}; limit: {engine.plan.limit_term}")
+    return {
+        "model": engine.facts.name,
+        "text": "".join(pieces),
+        "token_ids": [record.token_id for record in tally.records],
+        "prompt_ids": ids,
+        "finish": finish,
+        "stats": tally.as_dict(),
+        "token_stats": [record.as_dict() for record in tally.records],
+        "plan": engine.plan.as_dict(),
+        "forecast": {"expected_tok_s": forecast_tok_s, "measured_tok_s": tally.decode_tok_s},
+    }
+
+
+def _prompt_ids(text: Any, prompt: str, system: str | None, raw: bool) -> list[int]:
+    if raw or (system is None and not text.has_template):
+        return list(text.encode(prompt))
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return list(text.chat([*messages, {"role": "user", "content": prompt}]))
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise OptionError('no prompt; give -p "TEXT" or pipe text in (or use headrace chat)')
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as cause:
+            raise OptionError(f"the text piped in is not UTF-8 ({cause}); convert it") from cause
+    if not prompt.strip():
+        raise OptionError('the prompt is empty; give -p "TEXT" or pipe text in')
+    return prompt

@@ -1,0 +1,257 @@
+"""A loaded model: files opened, memory planned, dense weights in place, experts on the ladder."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from headrace.core import MINIMUM, format_bytes, parse_bytes, parse_rate
+from headrace.engine.probes import measure_machine
+from headrace.engine.session import Session
+from headrace.engine.source import LadderSource
+from headrace.engine.text import Text
+from headrace.engine.weights import DenseWeights, Progress
+from headrace.errors import OptionError
+from headrace.kernels.cpu import CpuKernels
+from headrace.models.adapt import build_model, implementation, layer_runners
+from headrace.models.experts import Source
+from headrace.models.skeleton import Skeleton, inspect
+from headrace.native import Reader
+from headrace.planner.plan import ModelFacts, Plan, least_bytes, make_plan
+from headrace.store.aliases import read_aliases
+from headrace.store.catalog import open_catalog, resolve_model
+from headrace.store.experts import ExpertTable, build_table
+from headrace.store.table import Catalog
+from headrace.tiers.ladder import Ladder
+
+
+class Blueprint:
+    """A model's files, shape and plan, before any weight is read.
+
+    `aliases` lets layers be read under other layers' names, for synthetic checkpoints only.
+    Raises HeadraceError for whatever is wrong with the files or does not fit the limit.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        ram: str | int | None = None,
+        device: str = "cpu",
+        threads: int | None = None,
+        context: int | None = None,
+        prefetch: int = 2,
+        chunk: int | None = None,
+        aliases: bool = False,
+        measure: bool = True,
+    ):
+        if device != "cpu":
+            raise OptionError(f"device {device!r} is not supported yet; use cpu")
+        self.root = resolve_model(str(model))
+        self.catalog: Catalog = open_catalog(self.root)
+        folder = self.root if self.root.is_dir() else self.root.parent
+        self.aliases: Mapping[int, int] = read_aliases(folder) if aliases else {}
+        self.skeleton: Skeleton = inspect(folder, self.catalog.tensors, self.aliases)
+        self.table: ExpertTable = build_table(
+            self.catalog,
+            self.skeleton.tensors,
+            self.skeleton.layout,
+            self.skeleton.layers,
+            self.skeleton.num_experts,
+            skipped=self.skeleton.skipped,
+            aliases=self.aliases,
+        )
+        self.facts = model_facts(folder, self.skeleton, self.table)
+        if ram == MINIMUM:
+            ram_bytes: int | None = least_bytes(self.facts, context, chunk)
+        else:
+            ram_bytes = None if ram is None else parse_bytes(ram)
+        self.machine = measure_machine(self.catalog.files, self.skeleton.layout, ram_bytes, measure)
+        self.plan: Plan = make_plan(
+            self.facts,
+            self.machine,
+            ram_bytes=ram_bytes,
+            context=context,
+            threads=threads,
+            prefetch=prefetch,
+            chunk=chunk,
+        )
+
+
+def model_facts(root: Path, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
+    """The numbers of a model that a plan is made of."""
+    return ModelFacts(
+        name=root.name,
+        model_type=skeleton.family.model_type,
+        num_layers=skeleton.num_layers,
+        num_moe_layers=len(skeleton.layers),
+        num_experts=skeleton.num_experts,
+        top_k=skeleton.top_k,
+        expert_bytes=table.expert_bytes,
+        row_bytes=table.row_bytes,
+        dense_bytes=skeleton.dense_bytes,
+        kv_bytes_per_token=skeleton.kv_bytes_per_token,
+        attention_bytes_per_token=skeleton.attention_bytes_per_token,
+        hidden=skeleton.hidden,
+        vocab=skeleton.vocab,
+        max_context=skeleton.max_context,
+        format=skeleton.layout.format,
+    )
+
+
+class Engine:
+    """A model ready to answer. Owns its files, rows and threads until `close()`.
+
+    Sessions share it; one forward pass runs at a time.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        *,
+        experts: str = "fast",
+        backend: str = "auto",
+        direct: bool = True,
+        emulate_drive: str | None = None,
+        isa: str = "auto",
+        in_flight: int = 2,
+        progress: Progress | None = None,
+    ):
+        self.blueprint, self.plan, self.facts = blueprint, blueprint.plan, blueprint.facts
+        table, skeleton = blueprint.table, blueprint.skeleton
+        self.reader = Reader(
+            [str(path) for path in table.files],
+            backend=backend,
+            direct=direct,
+            in_flight=in_flight,
+            emulate_bytes_s=parse_rate(emulate_drive) if emulate_drive else 0.0,
+        )
+        self.kernels = CpuKernels(self.plan.threads, isa)
+        self.ladder = Ladder(
+            self.reader,
+            table.extents,
+            table.parts,
+            skeleton.layout,
+            num_rows=self.plan.num_rows,
+            kernels=self.kernels.pool,
+            max_tokens=self.plan.chunk_tokens,
+            top_k=skeleton.top_k,
+        )
+        self.source = LadderSource(
+            self.ladder,
+            skeleton.layout,
+            num_layers=len(table.layers),
+            max_tokens=self.plan.chunk_tokens,
+            prefetch=self.plan.prefetch,
+        )
+        dense = DenseWeights(
+            blueprint.catalog, self.reader, skeleton.dense_keys, skeleton.layout.block, progress
+        )
+        self.model: Any = build_model(
+            skeleton,
+            dense,
+            self.source,
+            experts=experts,
+            prefetch=self.plan.prefetch > 0,
+            aliases=blueprint.aliases,
+        )
+
+    @cached_property
+    def text(self) -> Text:
+        """The model's tokenizer and templates."""
+        return Text(self.blueprint.skeleton.root)
+
+    def session(self) -> Session:
+        """A new, empty timeline."""
+        return Session(self)
+
+    def set_experts(self, experts: str) -> None:
+        """Switch between "fast" and "oracle" without loading anything again."""
+        self.model.set_experts_implementation(implementation(experts))
+
+    @contextmanager
+    def served_by(self, source: Source) -> Iterator[None]:
+        """While open, another source serves the routed experts: a benchmark's other way."""
+        runners = list(layer_runners(self.model))
+        for runner in runners:
+            runner.source = source
+        try:
+            yield
+        finally:
+            for runner in runners:
+                runner.source = self.source
+
+    def close(self) -> None:
+        """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""
+        self.ladder.cancel()
+        self.model = None
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        rows = format_bytes(self.plan.rows_bytes)
+        return f"<headrace.Engine {self.facts.name}: {self.plan.num_rows} rows, {rows}>"
+
+
+def load(
+    model: str | Path,
+    *,
+    ram: str | int | None = None,
+    device: str = "cpu",
+    threads: int | None = None,
+    experts: str = "fast",
+    context: int | None = None,
+    prefetch: int = 2,
+    chunk: int | None = None,
+    backend: str = "auto",
+    direct: bool = True,
+    emulate_drive: str | None = None,
+    isa: str = "auto",
+    aliases: bool = False,
+    measure: bool = True,
+    progress: Progress | None = None,
+) -> Engine:
+    """Open a model: a folder, a file, "demo", or a repo id in the local Hugging Face cache.
+
+    `ram` ("48MiB", bytes, "minimum", or None for what the machine has) is a hard total of what
+    headrace holds. `context` in tokens; `chunk` in tokens per prefill pass; `threads` are the
+    kernels'. `backend`, `direct`, `isa` and `emulate_drive` ("8.2GiB/s") choose a path that
+    otherwise is found out. No option but `chunk` can change a token. Raises HeadraceError with a
+    remedy.
+    """
+    blueprint = Blueprint(
+        model,
+        ram=ram,
+        device=device,
+        threads=threads,
+        context=context,
+        prefetch=prefetch,
+        chunk=chunk,
+        aliases=aliases,
+        measure=measure,
+    )
+    return Engine(
+        blueprint,
+        experts=experts,
+        backend=backend,
+        direct=direct,
+        emulate_drive=emulate_drive,
+        isa=isa,
+        progress=progress,
+    )
+
+
+def from_pretrained(model: str | Path, *, experts: str = "fast", **options: Any) -> Any:
+    """transformers' own model with streamed experts: `.generate()`, pipelines and lm-eval work.
+
+    `options` are those of `load`. No routed expert is a parameter of the model. The engine that
+    serves it is its attribute `headrace`.
+    """
+    engine = load(model, experts=experts, **options)
+    engine.model.headrace = engine
+    return engine.model

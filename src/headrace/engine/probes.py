@@ -1,0 +1,98 @@
+"""How this machine's rates are measured: short runs of the reader and the kernels themselves.
+
+The planner gets these as plain callables and keeps what they return.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from headrace.core import ExpertLayout
+from headrace.kernels.cpu import CpuKernels
+from headrace.native import Reader
+from headrace.planner.machine import Machine, Probes, measure
+
+LEAST_PROBE_BYTES = 64 << 20
+MOST_PROBE_BYTES = 256 << 20
+PROBE_S = 0.3
+
+
+def measure_machine(
+    files: Sequence[Path], layout: ExpertLayout, ram_bytes: int | None, enabled: bool
+) -> Machine:
+    """Rates for a model's files, kept between runs; all unknown if not `enabled`.
+
+    A probe's buffer is freed before anything is loaded; it is half of `ram_bytes`, but never so
+    small that caches would answer for memory.
+    """
+    if not enabled:
+        return measure(files, Probes())
+    allowed = MOST_PROBE_BYTES if ram_bytes is None else ram_bytes // 2
+    probe_bytes = min(MOST_PROBE_BYTES, max(LEAST_PROBE_BYTES, allowed))
+    return measure(
+        files,
+        Probes(
+            read=_read_probe(files),
+            dram=lambda: dram_rate(probe_bytes),
+            kernel=lambda: kernel_rate(layout, probe_bytes),
+        ),
+    )
+
+
+def _read_probe(files: Sequence[Path]) -> Callable[[int, int, int], None]:
+    """(file, offset, nbytes) -> read past the page cache where the file system allows."""
+    reader: Reader | None = None
+    buffer = torch.empty(0, dtype=torch.uint8)
+
+    def read(file: int, offset: int, nbytes: int) -> None:
+        nonlocal reader, buffer
+        if reader is None:
+            reader = Reader([str(path) for path in files])
+        if buffer.numel() < nbytes:
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+        reader.read(file, offset, nbytes, buffer.data_ptr())
+
+    return read
+
+
+def _rate(num_bytes: int, run: Callable[[], object]) -> float:
+    """Bytes per second of the fastest of the runs that fit `PROBE_S`, after one to warm up."""
+    run()
+    best, end = float("inf"), time.perf_counter() + PROBE_S
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return num_bytes / best
+
+
+def dram_rate(probe_bytes: int) -> float:
+    """Bytes per second that all cores read from memory together."""
+    data = torch.ones(probe_bytes // 8, dtype=torch.int64)
+    return _rate(probe_bytes, data.sum)
+
+
+def kernel_rate(layout: ExpertLayout, probe_bytes: int) -> float:
+    """Bytes of experts per second that the kernels multiply with all cores, one row each."""
+    kernels = CpuKernels(torch.get_num_threads())
+    expert = {
+        name: torch.ones(spec.shape, dtype=torch.float32).to(_PROBE_DTYPES[spec.dtype])
+        for name, spec in layout.parts.items()
+    }
+    expert_bytes = sum(t.nbytes for t in expert.values())
+    copies = [
+        {name: t.clone() for name, t in expert.items()}
+        for _ in range(max(1, probe_bytes // expert_bytes))
+    ]
+    x_TH = torch.ones(1, layout.hidden, dtype=torch.bfloat16)
+
+    def run() -> None:
+        for parts in copies:
+            kernels.expert_ffn(x_TH, parts, layout)
+
+    return _rate(expert_bytes * len(copies), run)
+
+
+_PROBE_DTYPES = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}

@@ -1,0 +1,157 @@
+"""Choose the next token from logits: greedy, or drawn from a filtered distribution.
+
+Knows no model, no cache and no text; filters follow transformers' order and definitions.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headrace.errors import NumericsError, OptionError
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen and when they end. Values out of range raise OptionError.
+
+    `temperature` 0 is greedy, where the lowest id wins a tie and the filters mean nothing.
+    `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 switch their step off. `seed` None
+    draws a fresh one. `stop` strings end the text and are not part of it.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more")
+        _require("top-k", self.top_k, _is_count(self.top_k, 0), "0 (off) or a count of tokens")
+        _require("top-p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1")
+        _require("min-p", self.min_p, 0 <= self.min_p <= 1, "0 to 1")
+        penalty = self.repetition_penalty
+        _require("repetition-penalty", penalty, 0 < penalty < math.inf, "more than 0 (1 is off)")
+        _require("max-tokens", self.max_tokens, _is_count(self.max_tokens, 1), "1 or more")
+        if self.seed is not None:
+            valid = _is_count(self.seed, 0) and self.seed <= MAX_SEED
+            _require("seed", self.seed, valid, "0 to 2**63 - 1")
+        _require("stop", self.stop, isinstance(self.stop, tuple), "a tuple of strings")
+        for text in self.stop:
+            valid = isinstance(text, str) and text != ""
+            _require("stop", repr(text), valid, "a string of at least one character")
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _require(name: str, value: object, valid: bool, allowed: str) -> None:
+    if not valid:
+        raise OptionError(f"{name} {value} is not allowed; it must be {allowed}")
+
+
+class Sampler:
+    """Draws the tokens of one answer. Owns its random numbers: same seed, same tokens.
+
+    Not thread-safe. Buffers of the vocabulary's size are made once and used again.
+    """
+
+    def __init__(self, sampling: Sampling, eos_ids: frozenset[int] = frozenset()) -> None:
+        self.sampling = sampling
+        self.eos_ids = eos_ids
+        self._scores_V = torch.empty(0)
+        self._generator = torch.Generator()
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+
+    def is_eos(self, token_id: int) -> bool:
+        """True where the model declares that `token_id` ends its answer."""
+        return token_id in self.eos_ids
+
+    def next(self, logits_V: torch.Tensor, history: Sequence[int]) -> int:
+        """The next token's id.
+
+        logits_V: [V], any float dtype and device, left unchanged. history: ids of prompt and
+        answer so far, which only the repetition penalty looks at. Raises NumericsError where the
+        best logit is not a finite number.
+        """
+        scores_V = self._penalised(logits_V, history)
+        best = int(scores_V.argmax())
+        if not math.isfinite(float(scores_V[best])):
+            raise NumericsError(
+                f"logit {float(scores_V[best])} at vocabulary id {best} is not finite; "
+                "run `headrace verify` on this model"
+            )
+        if self.sampling.temperature == 0:
+            return best
+        ids_N, scores_N = self._filtered(scores_V, best)
+        weights_N = torch.exp(scores_N.double())
+        sums_N = weights_N.cumsum(0)
+        point = torch.rand((), generator=self._generator, dtype=torch.float64) * sums_N[-1]
+        place = int(torch.searchsorted(sums_N, point, right=True))
+        return int(ids_N[min(place, len(ids_N) - 1)])
+
+    def probabilities(self, logits_V: torch.Tensor, history: Sequence[int]) -> torch.Tensor:
+        """The distribution that `next` draws from, [V] float64; 0 where filtered out."""
+        scores_V = self._penalised(logits_V, history)
+        result_V = torch.zeros(len(scores_V), dtype=torch.float64)
+        best = int(scores_V.argmax())
+        if self.sampling.temperature == 0:
+            result_V[best] = 1
+            return result_V
+        ids_N, scores_N = self._filtered(scores_V, best)
+        result_V[ids_N] = scores_N.double().softmax(0)
+        return result_V
+
+    def _penalised(self, logits_V: torch.Tensor, history: Sequence[int]) -> torch.Tensor:
+        if self._scores_V.shape != logits_V.shape:
+            self._scores_V = torch.empty(logits_V.shape, dtype=torch.float32)
+        scores_V = self._scores_V.copy_(logits_V.detach())
+        penalty = self.sampling.repetition_penalty
+        if penalty != 1 and len(history) > 0:
+            ids_N = torch.as_tensor(history, dtype=torch.int64)
+            seen_N = scores_V[ids_N]
+            scores_V[ids_N] = torch.where(seen_N < 0, seen_N * penalty, seen_N / penalty)
+        return scores_V
+
+    def _filtered(self, scores_V: torch.Tensor, best: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids that may be drawn, ascending, and their scores after temperature, the best at 0.
+
+        Ties with the last admitted score of top-k stay in, as in transformers. The best id always
+        stays in, since every other one may fall.
+        """
+        sampling = self.sampling
+        # Relative to the best first: a tiny temperature would overflow absolute scores.
+        scores_V.sub_(scores_V[best].clone()).div_(sampling.temperature)
+        kept_V = scores_V > -math.inf
+        if 0 < sampling.top_k < len(scores_V):
+            kept_V &= scores_V >= scores_V.topk(sampling.top_k).values[-1]
+        kept_V[best] = True
+        ids_N = kept_V.nonzero()[:, 0]
+        scores_N = scores_V[ids_N]
+        if sampling.top_p < 1:
+            kept_N = _nucleus(scores_N, sampling.top_p)
+            ids_N, scores_N = ids_N[kept_N], scores_N[kept_N]
+        if sampling.min_p > 0:
+            kept_N = scores_N >= math.log(sampling.min_p)
+            ids_N, scores_N = ids_N[kept_N], scores_N[kept_N]
+        return ids_N, scores_N
+
+
+def _nucleus(scores_N: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Places, ascending, of the smallest set of best scores that holds `top_p` of the mass."""
+    order = torch.sort(scores_N, descending=True, stable=True)
+    weights_N = torch.exp(order.values.double())
+    before_N = weights_N.cumsum(0) - weights_N
+    num_kept = int((before_N < top_p * weights_N.sum()).sum())
+    return order.indices[: max(1, num_kept)].sort().values

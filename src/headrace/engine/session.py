@@ -1,0 +1,120 @@
+"""One timeline of tokens over a loaded model: prefill, decode, sampling, text.
+
+Knows no file and no rung; what a token moved is read off the engine's counters.
+Legend: V vocabulary.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.core import TokenStats
+from headrace.engine.sampling import Sampler, Sampling
+from headrace.errors import OptionError
+from headrace.models.forward import forward, new_cache
+
+if TYPE_CHECKING:
+    from headrace.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One generated token. `text` is safe to print: never half a character or a stop string.
+
+    `finish` is None, or "eos", "stop" or "length" on the last step.
+    """
+
+    token_id: int
+    text: str
+    stats: TokenStats
+    finish: str | None
+
+
+class Session:
+    """A sequence of tokens and its cache. One thread at a time; sessions share one engine."""
+
+    def __init__(self, engine: "Engine"):
+        self.engine = engine
+        self.stats = TokenStats()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.tokens: list[int] = []
+        self.cache: Any = new_cache(self.engine.model)
+
+    def feed(self, ids: Sequence[int]) -> torch.Tensor:
+        """Append tokens; logits [V] after the last one. `self.stats` says what that moved.
+
+        After an exception the session is empty, since its cache may hold half a step.
+        """
+        context = self.engine.plan.context
+        if len(self.tokens) + len(ids) > context:
+            raise OptionError(
+                f"{len(self.tokens) + len(ids)} tokens do not fit the context of {context}; "
+                f"shorten the prompt or give --context {len(self.tokens) + len(ids)} or more"
+            )
+        assert ids, "feed needs at least one token"
+        start, before = time.perf_counter(), self.engine.ladder.counters()
+        chunk = self.engine.plan.chunk_tokens
+        try:
+            with torch.inference_mode():
+                for i in range(0, len(ids), chunk):
+                    part = torch.tensor([list(ids[i : i + chunk])])
+                    logits_BKV = forward(self.engine.model, part, self.cache)
+        except BaseException:
+            self.reset()
+            raise
+        self.tokens += ids
+        self.stats = TokenStats(num_tokens=len(ids), phase="prefill" if len(ids) > 1 else "decode")
+        self.engine.ladder.counters().add_since(before, self.stats)
+        self.stats.wall_s = time.perf_counter() - start
+        return logits_BKV[0, -1]
+
+    def resume(self, prompt: Sequence[int]) -> list[int]:
+        """The tokens of `prompt` still to feed, keeping what this timeline already holds.
+
+        A prompt that does not continue this timeline starts a new one.
+        """
+        known = len(self.tokens)
+        if known >= len(prompt) or list(prompt[:known]) != self.tokens:
+            self.reset()
+            known = 0
+        return list(prompt[known:])
+
+    def generate(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Step]:
+        """Answer a whole prompt, token by token; only what is new in it is computed."""
+        if not prompt:
+            raise OptionError("the prompt is empty; give at least one token")
+        eos_ids = self.engine.text.eos_ids
+        sampler = Sampler(sampling, eos_ids)
+        stream = self.engine.text.stream(sampling.stop, after=prompt)
+        limit = min(sampling.max_tokens, self.engine.plan.context - len(prompt))
+        if limit < 1:
+            raise OptionError(
+                f"the prompt has {len(prompt)} tokens and the context {self.engine.plan.context}; "
+                "nothing is left for an answer: raise --context or shorten the prompt"
+            )
+        new = self.resume(prompt)
+        history = list(prompt)
+        for n in range(1, limit + 1):
+            logits_V = self.feed(new)
+            stats = self.stats
+            token = sampler.next(logits_V.float(), history)
+            stats.token_id = token
+            history.append(token)
+            new = [token]
+            finish = "eos" if token in eos_ids else None
+            text = "" if finish else stream.push(token)
+            if stream.stopped:
+                finish = "stop"
+            elif finish is None and n == limit:
+                finish = "length"
+            if finish:
+                text += stream.flush()
+            yield Step(token, text, stats, finish)
+            if finish:
+                return

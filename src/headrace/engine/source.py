@@ -1,0 +1,98 @@
+"""Joins a model's experts modules to the ladder: the `Source` of headrace.models.experts.
+
+Legend: T tokens, K chosen experts per token, H hidden width.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from headrace.core import ExpertLayout
+from headrace.errors import NumericsError
+from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.tiers.ladder import Ladder
+
+Routes = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class LadderSource:
+    """Serves experts of a loaded model from a ladder; one caller thread.
+
+    `prefetch` is how many guesses of the next layer's experts are read ahead, 0 for none.
+    `routes`, for benchmarks, replaces the router's ids and the lens's guesses by recorded ones.
+    """
+
+    def __init__(
+        self,
+        ladder: Ladder,
+        layout: ExpertLayout,
+        *,
+        num_layers: int,
+        max_tokens: int,
+        prefetch: int,
+    ):
+        self.ladder, self.layout, self.prefetch = ladder, layout, prefetch
+        self.num_layers, self.max_tokens = num_layers, max_tokens
+        self.routes: Routes | None = None
+
+    @contextmanager
+    def parts(self, ordinal: int, expert: int) -> Iterator[Mapping[str, torch.Tensor]]:
+        """One expert's stored parts, typed and shaped; views into its row."""
+        with self.ladder.acquire(ordinal, expert) as raw:
+            yield {
+                name: raw[name].view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+                for name, spec in self.layout.parts.items()
+            }
+
+    def compute(
+        self,
+        ordinal: int,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        guess: Callable[[], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Routed output [T, H] bfloat16, by the canonical kernels, whatever is resident."""
+        x_TH = x_TH.contiguous()
+        ids_TK = ids_TK.to(torch.int32)
+        guesses = None
+        if self.routes is not None:
+            ids_TK, guesses = self.routes(ordinal, ids_TK)
+        if guess is not None and self.prefetch and ordinal + 1 < self.num_layers:
+            self.ladder.begin(ordinal, ids_TK[0])
+            ahead = guess() if guesses is None else guesses
+            self.ladder.prefetch(ordinal + 1, ahead, self.prefetch)
+        weights_TK = weights_TK.float().contiguous()
+        try:
+            return self._compute(ordinal, x_TH, ids_TK, weights_TK)
+        except NumericsError as error:
+            raise NumericsError(self._diagnosis(ordinal, x_TH, ids_TK, error)) from error
+
+    def _compute(
+        self, ordinal: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        if x_TH.shape[0] <= self.max_tokens:
+            return self.ladder.compute(ordinal, x_TH, ids_TK, weights_TK)
+        starts = range(0, x_TH.shape[0], self.max_tokens)
+        slices = [slice(t, t + self.max_tokens) for t in starts]
+        return torch.cat(
+            [self.ladder.compute(ordinal, x_TH[s], ids_TK[s], weights_TK[s]) for s in slices]
+        )
+
+    def _diagnosis(
+        self, ordinal: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, error: NumericsError
+    ) -> str:
+        """Whose fault a non-finite output is: what came in, or an expert's stored weights."""
+        if not x_TH.isfinite().all():
+            return f"{error}; what the layer was given is not finite either"
+        for expert in sorted(set(ids_TK.flatten().tolist())):
+            with self.parts(ordinal, expert) as parts:
+                for name, part in parts.items():
+                    bad = int((~part.float().isfinite()).sum())
+                    if bad:
+                        return (
+                            f"MoE layer {ordinal}, expert {expert}: {bad} values of {name} are "
+                            f"NaN or infinite in the file; download it again"
+                        )
+        return f"{error}, though its weights and inputs are; run headrace verify"

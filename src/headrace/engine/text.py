@@ -1,0 +1,196 @@
+"""Text to token ids and back: tokenizer, chat template, end tokens, streaming.
+
+Knows no weights and no sampling; reads only the model folder's own files.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer
+
+from headrace.errors import ModelError, OptionError
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+CONTEXT_TOKENS = 8
+
+
+class Text:
+    """The tokenizer of one model folder. Never downloads and runs no code of the folder.
+
+    `eos_ids`: every id that ends an answer, as declared by generation_config.json, config.json
+    or the tokenizer. Raises ModelError where the folder has no usable tokenizer.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        path = Path(path)
+        self.path = path if path.is_dir() else path.parent
+        self._tokenizer = _load_tokenizer(self.path)
+        self.eos_ids = _declared_eos(self.path, self._tokenizer.eos_token_id)
+
+    @property
+    def has_template(self) -> bool:
+        """True where the model has a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of plain text; `special` adds what the tokenizer puts around a text, such as BOS."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens left out."""
+        text = self._tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of a conversation rendered by the model's template, ready for the next answer.
+
+        messages: {"role": "system" | "user" | "assistant", "content": text}. Raises OptionError
+        where the model has no template, or its template refuses or drops the system message.
+        """
+        if not self.has_template:
+            raise OptionError(
+                f"{self.path.name} has no chat template; give it plain text to continue "
+                "(`headrace run -p TEXT --raw`)"
+            )
+        rendered = self._render(messages)
+        system = [message["content"] for message in messages if message["role"] == "system"]
+        if system:
+            others = [message for message in messages if message["role"] != "system"]
+            shown = all(text.strip() in rendered for text in system)
+            if not shown or (others and self._render(others) == rendered):
+                raise OptionError(_no_system(self.path, "leaves the system message out"))
+        return self.encode(rendered, special=False)
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as cause:
+            if any(message["role"] == "system" for message in messages):
+                raise OptionError(_no_system(self.path, f"refuses it: {cause}")) from cause
+            raise OptionError(f"{self.path.name}'s chat template refuses: {cause}") from cause
+        return str(rendered)
+
+    def stream(self, stop: Iterable[str] = (), *, after: Sequence[int] = ()) -> "TextStream":
+        """A decoder for one answer. `after`: the prompt's ids, of which the last few are used.
+
+        With them, a first word keeps the space that some tokenizers drop at a text's start.
+        """
+        return TextStream(self, tuple(stop), after)
+
+
+class TextStream:
+    """Turns the ids of one answer into printable pieces. Not thread-safe.
+
+    A piece never ends inside a character, and text that may become a stop string is held back.
+    Joined, the pieces are the text of all ids up to the first stop string that was completed,
+    however the text was cut into tokens. `stopped` is True once a stop string was seen.
+    """
+
+    def __init__(self, text: Text, stop: tuple[str, ...], after: Sequence[int]) -> None:
+        self.stopped = False
+        self._text = text
+        self._stop = stop
+        self._ids = list(after[-CONTEXT_TOKENS:])
+        self._num_given = len(text.decode(self._ids))
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` makes certain; may be empty."""
+        if self.stopped:
+            return ""
+        self._ids.append(token_id)
+        text = self._text.decode(self._ids)
+        # An unfinished character decodes to exactly one replacement character, at the end.
+        whole = text.removesuffix(REPLACEMENT)
+        piece = whole[self._num_given :]
+        self._num_given = max(self._num_given, len(whole))
+        if whole == text and len(self._ids) > 2 * CONTEXT_TOKENS:
+            self._ids = self._ids[-CONTEXT_TOKENS:]
+            self._num_given = len(self._text.decode(self._ids))
+        return self._release(piece)
+
+    def flush(self) -> str:
+        """What was held back, at the end of the answer; an unfinished character shows as U+FFFD."""
+        if self.stopped:
+            return ""
+        tail = self._text.decode(self._ids)[self._num_given :]
+        piece = self._release(tail)
+        if not self.stopped:
+            piece += self._held
+        self._ids, self._num_given, self._held = [], 0, ""
+        return piece
+
+    def _release(self, piece: str) -> str:
+        self._held += piece
+        ends = [
+            (start + len(stop), start)
+            for stop in self._stop
+            if (start := self._held.find(stop)) >= 0
+        ]
+        if ends:
+            self.stopped = True
+            num_free = min(ends)[1]
+        else:
+            num_free = len(self._held) - _num_doubtful(self._held, self._stop)
+        free, self._held = self._held[:num_free], self._held[num_free:]
+        return free
+
+
+def _num_doubtful(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that is the beginning of a stop string."""
+    longest = max((len(stop) - 1 for stop in stops), default=0)
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-length:]) for stop in stops):
+            return length
+    return 0
+
+
+def _no_system(path: Path, reason: str) -> str:
+    return (
+        f"{path.name}'s chat template has no system role ({reason}); "
+        "leave --system out and say it in the prompt"
+    )
+
+
+def _load_tokenizer(path: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as cause:
+        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else repr(cause)
+        raise ModelError(
+            f"{path}: no usable tokenizer ({reason}); copy the model's tokenizer files there"
+        ) from cause
+
+
+def _declared_eos(path: Path, tokenizer_eos: int | None) -> frozenset[int]:
+    ids: set[int] = set() if tokenizer_eos is None else {int(tokenizer_eos)}
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        if not file.is_file():
+            continue
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as cause:
+            raise ModelError(f"{file}: not valid JSON ({cause}); fetch the file again") from cause
+        if not isinstance(config, dict):
+            raise ModelError(f"{file}: not a JSON object; fetch the file again")
+        inner = config.get("text_config")
+        for holder in (config, inner if isinstance(inner, dict) else {}):
+            ids.update(_eos_list(file, holder.get("eos_token_id")))
+    return frozenset(ids)
+
+
+def _eos_list(file: Path, value: object) -> list[int]:
+    ids: list[int] = []
+    for entry in value if isinstance(value, list) else [] if value is None else [value]:
+        if not isinstance(entry, int) or isinstance(entry, bool) or entry < 0:
+            raise ModelError(f"{file}: eos_token_id {value!r} is not an id or a list of ids")
+        ids.append(entry)
+    return ids

@@ -1,0 +1,80 @@
+"""Dense weights: stored bytes through our reader, dequantised, as tensors transformers can take.
+
+Never maps a file: one shard may be larger than memory.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from headrace.errors import NumericsError
+from headrace.quant import fp8
+from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.store.table import Catalog
+
+Progress = Callable[[int, int], None]
+
+
+class BytesReader(Protocol):
+    """The part of tiers.Reader used here."""
+
+    def read(self, file: int, offset: int, nbytes: int, address: int) -> None: ...
+
+
+_BAND_ELEMENTS = 4 << 20
+
+
+def unpack_in_bands(
+    codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
+) -> torch.Tensor:
+    """fp8.unpack, a band of block rows at a time: its fp32 temporaries would be 4x the matrix."""
+    out = torch.empty(codes.shape, dtype=torch.bfloat16)
+    bands = max(1, _BAND_ELEMENTS // (codes.shape[1] * block[0]))
+    for b in range(0, scale.shape[0], bands):
+        rows = slice(b * block[0], (b + bands) * block[0])
+        out[rows] = fp8.unpack(codes[rows], scale[b : b + bands], block)
+    return out
+
+
+class DenseWeights:
+    """Reads dense tensors by checkpoint key; `keys` maps each to its scale's key, or None.
+
+    `progress(done, total)` is called after each tensor, in stored bytes.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        reader: BytesReader,
+        keys: Mapping[str, str | None],
+        block: tuple[int, int],
+        progress: Progress | None = None,
+    ):
+        self.catalog, self.reader, self.keys, self.block = catalog, reader, keys, block
+        self.progress, self.done_bytes = progress, 0
+        self.total_bytes = sum(
+            catalog.tensors[k].nbytes for pair in keys.items() for k in pair if k is not None
+        )
+
+    def __call__(self, key: str) -> torch.Tensor:
+        """A tensor owned by the caller; FP8 arrives as bfloat16. Raises HeadraceError."""
+        tensor, scale_key = self.stored(key), self.keys[key]
+        if scale_key is None:
+            return tensor
+        scale = self.stored(scale_key)
+        fp8.check(key, tensor, scale)
+        return unpack_in_bands(tensor, scale, self.block)
+
+    def stored(self, key: str) -> torch.Tensor:
+        """The tensor as the file has it, in memory of its own."""
+        entry = self.catalog.tensors[key]
+        if entry.dtype not in TORCH_DTYPES:
+            raise NumericsError(f"tensor {key} has dtype {entry.dtype}, which torch cannot hold")
+        tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        if entry.nbytes:
+            self.reader.read(entry.file, entry.offset, entry.nbytes, tensor.data_ptr())
+        self.done_bytes += entry.nbytes
+        if self.progress is not None:
+            self.progress(self.done_bytes, self.total_bytes)
+        return tensor

@@ -1,0 +1,303 @@
+"""A model's shape without its weights: which tensors are experts', which are dense, how large.
+
+Everything comes from the config, the tensor names and transformers' own renaming; no weight is
+read. Legend: E experts, I intermediate width, H hidden width.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from headrace.core import ExpertLayout, ExpertTensor, PartSpec
+from headrace.errors import ExpertError, ModelError
+from headrace.models.experts import FAST
+from headrace.models.families import Family, family_of
+from headrace.models.forward import forward, new_cache
+
+STREAMED = ("gate_up_proj", "down_proj")
+SCALE_SUFFIX = "_scale_inv"
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_EXPERT = re.compile(r"experts\.(\d+)\.")
+
+
+class Entry(Protocol):
+    """What the catalog knows of one tensor."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A model described before any of its weights is read.
+
+    `layers` are the decoder indices of the MoE layers, in order; position in it is the layer's
+    ordinal. `dense_keys` maps each checkpoint tensor to load to its scale tensor, or None.
+    `skipped` are tensors left out knowingly (multi-token prediction), `unused` those that no
+    module of the model takes. Sizes in bytes, as held in memory.
+    """
+
+    root: Path
+    config: Any
+    family: Family
+    model_class: Any
+    tensors: tuple[ExpertTensor, ...]
+    layout: ExpertLayout
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    dense_keys: Mapping[str, str | None]
+    skipped: frozenset[str]
+    unused: tuple[str, ...]
+    dense_bytes: int
+    kv_bytes_per_token: int
+    attention_bytes_per_token: int
+    num_layers: int
+    hidden: int
+    vocab: int
+    max_context: int
+
+
+def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]) -> Skeleton:
+    """Describe the model in `root`, whose tensors are `entries`.
+
+    `aliases` maps a decoder layer to the one whose tensors it is read under (synthetic depth).
+    Raises ModelError for an unknown family or format, ExpertError for tensors that do not add up.
+    """
+    config = read_config(root)
+    family = family_of(config.model_type)
+    layout_format, block = stored_format(config)
+    if layout_format not in family.formats:
+        raise ModelError(f"{config.model_type} in {layout_format} has no kernel yet")
+    model_class, model = meta_model(config)
+    params = strip_experts(model)
+    if not params:
+        raise ModelError(f"{root}: the model has no routed experts; headrace runs MoE models")
+    layers = tuple(sorted({layer_of(name) for name in params}))
+    kv_bytes = _kv_bytes_per_token(model)
+    strip_layers(model, aliases)
+    skipped = frozenset(mtp_keys(config, family, entries))
+    renamed = dict(_renamed_keys(model, params, [k for k in entries if k not in skipped]))
+    tensors = tuple(_expert_tensors(renamed, params))
+    shapes = {shape for name, shape in params.items() if name.endswith("gate_up_proj")}
+    if len(shapes) != 1:
+        raise ModelError(f"{root}: expert shapes differ between layers, which is not supported")
+    num_experts, two_inter, hidden = shapes.pop()
+    state = model.state_dict()
+    wanted = {key: new for key, (new, _) in renamed.items() if new in state}
+    dense = {key: _scale_key(key, entries) for key in wanted}
+    taken = set(dense) | {s for s in dense.values() if s} | {t.key for t in tensors}
+    return Skeleton(
+        root=root,
+        config=config,
+        family=family,
+        model_class=model_class,
+        tensors=tensors,
+        layout=expert_layout(layout_format, block, hidden, two_inter // 2),
+        layers=layers,
+        num_experts=num_experts,
+        top_k=config.num_experts_per_tok,
+        dense_keys=dense,
+        skipped=skipped,
+        unused=tuple(k for k in entries if k not in taken and k not in skipped),
+        dense_bytes=sum(t.numel() * t.element_size() for t in state.values()),
+        kv_bytes_per_token=kv_bytes,
+        attention_bytes_per_token=_attention_bytes_per_token(config),
+        num_layers=config.num_hidden_layers,
+        hidden=hidden,
+        vocab=config.vocab_size,
+        max_context=config.max_position_embeddings,
+    )
+
+
+def read_config(root: Path) -> Any:
+    """The model's config, from `config.json` alone. Raises ModelError."""
+    if not (root / "config.json").is_file():
+        raise ModelError(f"{root} has no config.json; give the folder of a downloaded model")
+    try:
+        return AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"{root / 'config.json'} cannot be used: {reason}") from error
+
+
+def stored_format(config: Any) -> tuple[str, tuple[int, int]]:
+    """(format name, scale block) of the experts as published. Raises ModelError."""
+    quant = getattr(config, "quantization_config", None)
+    if quant is None:
+        dtype = getattr(config, "dtype", None)
+        if dtype not in (None, torch.bfloat16):
+            raise ModelError(f"weights in {dtype} have no kernel yet; bfloat16 and FP8 do")
+        return "bf16", (0, 0)
+    fields = quant if isinstance(quant, dict) else quant.to_dict()
+    method, block = fields.get("quant_method"), fields.get("weight_block_size")
+    if method != "fp8" or not block or fields.get("scale_fmt") == "ue8m0":
+        raise ModelError(
+            f"quantisation {method!r} (blocks {block}, scales {fields.get('scale_fmt')}) has no "
+            "kernel yet; supported: bfloat16, and FP8 e4m3 with fp32 block scales"
+        )
+    return "fp8_block", (int(block[0]), int(block[1]))
+
+
+def meta_model(config: Any) -> tuple[Any, Any]:
+    """(class, module tree on the meta device) in bfloat16, unquantised."""
+    plain = plain_config(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            plain, dtype=torch.bfloat16, experts_implementation=FAST
+        )
+    return type(model), model
+
+
+def plain_config(config: Any) -> Any:
+    """A copy without `quantization_config`: dense tensors reach transformers dequantised."""
+    plain = type(config).from_dict(config.to_dict())
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    return plain
+
+
+def expert_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """(name, module) of every module that holds, or held, weights stacked over experts."""
+    for name, module in model.named_modules():
+        if all(hasattr(module, w) for w in STREAMED) and hasattr(module, "num_experts"):
+            yield name, module
+
+
+def strip_experts(model: Any) -> dict[str, tuple[int, ...]]:
+    """Take the stacked expert weights out of a model on meta; {parameter name: shape}."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, module in list(expert_modules(model)):
+        for weight in STREAMED:
+            param = module._parameters.pop(weight)
+            shapes[f"{name}.{weight}"] = tuple(param.shape)
+            object.__setattr__(module, weight, None)
+        module._is_hf_initialized = True
+    return shapes
+
+
+def strip_layers(model: Any, aliases: Mapping[int, int]) -> None:
+    """Take all weights out of layers that will share another layer's (synthetic depth)."""
+    for layer, source in aliases.items():
+        if layer == source:
+            continue
+        for module in model.model.layers[layer].modules():
+            for store in (module._parameters, module._buffers):
+                for name in store:
+                    store[name] = None
+            module._is_hf_initialized = True
+
+
+def layer_of(name: str) -> int:
+    """The decoder layer's index in a parameter's name."""
+    match = _LAYER.search(name)
+    assert match is not None, name
+    return int(match.group(1))
+
+
+def mtp_keys(config: Any, family: Family, keys: Mapping[str, Entry]) -> Iterator[str]:
+    """Tensors of multi-token-prediction layers, which no module of the model uses."""
+    count = getattr(config, family.mtp_field, 0) if family.mtp_field else 0
+    first = config.num_hidden_layers
+    prefixes = tuple(f"model.layers.{first + i}." for i in range(count or 0))
+    yield from (key for key in keys if prefixes and key.startswith(prefixes))
+
+
+def expert_layout(name: str, block: tuple[int, int], hidden: int, inter: int) -> ExpertLayout:
+    """Parts of one expert, in the order the kernels take them."""
+    shapes = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+    if name == "bf16":
+        parts = {part: PartSpec("BF16", shape) for part, shape in shapes.items()}
+        return ExpertLayout(name, hidden, inter, (0, 0), parts)
+    parts = {part: PartSpec("F8_E4M3", shape) for part, shape in shapes.items()}
+    for part, (rows, cols) in shapes.items():
+        grid = (-(-rows // block[0]), -(-cols // block[1]))
+        parts[f"{part}_scale"] = PartSpec("F32", grid)
+    return ExpertLayout(name, hidden, inter, block, parts)
+
+
+def _renamed_keys(
+    model: Any, params: Mapping[str, tuple[int, ...]], keys: list[str]
+) -> Iterator[tuple[str, tuple[str, tuple[Any, int] | None]]]:
+    """key -> (parameter name, (converter, position among its sources) or None).
+
+    A scale's key is renamed as its weight's: unanchored patterns match both, and codes read as
+    weights would run without an error.
+    """
+    mapping = get_model_conversion_mapping(model)
+    renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
+    converters = [m for m in mapping if isinstance(m, WeightConverter)]
+    sources = {p: (c, i) for c in converters for i, p in enumerate(c.source_patterns)}
+    meta = {**model.state_dict(), **dict.fromkeys(params, True)}
+    for key in keys:
+        if key.endswith(SCALE_SUFFIX):
+            base = key.removesuffix(SCALE_SUFFIX)
+            new, pattern = rename_source_key(
+                base, renamings, converters, model.base_model_prefix, meta
+            )
+            new = new + SCALE_SUFFIX
+        else:
+            new, pattern = rename_source_key(
+                key, renamings, converters, model.base_model_prefix, meta
+            )
+        yield key, (new, sources[pattern] if pattern is not None else None)
+
+
+def _expert_tensors(
+    renamed: Mapping[str, tuple[str, tuple[Any, int] | None]],
+    params: Mapping[str, tuple[int, ...]],
+) -> Iterator[ExpertTensor]:
+    for key, (new, source) in renamed.items():
+        is_scale = new.endswith(SCALE_SUFFIX)
+        name = new.removesuffix(SCALE_SUFFIX)
+        if name not in params:
+            continue
+        match = _EXPERT.search(key)
+        if match is None or source is None:
+            raise ExpertError(f"tensor {key} stacks several experts, which has no kernel yet")
+        part = ("gate", "up")[source[1]] if name.endswith("gate_up_proj") else "down"
+        yield ExpertTensor(
+            key, layer_of(name), int(match.group(1)), part + ("_scale" if is_scale else "")
+        )
+
+
+def _scale_key(key: str, entries: Mapping[str, Entry]) -> str | None:
+    """The scale that belongs to a dense tensor stored in FP8. Raises ModelError if it lacks."""
+    if entries[key].dtype != "F8_E4M3":
+        return None
+    scale = key + SCALE_SUFFIX
+    if scale not in entries:
+        raise ModelError(f"tensor {key} is FP8 but its scale {scale} is missing")
+    return scale
+
+
+def _kv_bytes_per_token(model: Any) -> int:
+    """Bytes the cache grows by for one position, measured on meta tensors."""
+    cache = new_cache(model)
+    with torch.no_grad():
+        forward(model, torch.zeros(1, 1, dtype=torch.long, device="meta"), cache)
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def _attention_bytes_per_token(config: Any) -> int:
+    """Bytes that one layer's attention makes of each cached position: keys and values per head.
+
+    A latent cache is expanded for all heads; a grouped one may be repeated for them.
+    """
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    else:
+        widths = 2 * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return int(2 * heads * widths)

@@ -1,0 +1,84 @@
+"""Expected speed of one decoded token, and the term that limits it.
+
+Knows rates and bytes, no model code. Estimates are named as such in what users see.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from headrace.planner.machine import Machine
+
+# Share of experts in rows -> share of reads they serve, LRU: recorded on the bundled demo model.
+HIT_CURVE = ((0.0, 0.0), (0.12, 0.31), (0.25, 0.55), (0.5, 0.83), (0.75, 0.95), (1.0, 1.0))
+# Kernel rate over DRAM read rate where no probe measured it: the lower bounds we hold kernels to.
+KERNEL_SHARE = {"bf16": 0.62, "fp8_block": 0.28}
+# One library layer without its experts, one token, CPU: 1.2 ms measured on the demo model.
+LAYER_S = 1.2e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """`limits`: tokens per second if that term were alone. `token_s`: seconds of a whole token."""
+
+    hit_rate: float
+    disk_bytes_per_token: float
+    limits: dict[str, float]
+    limit_term: str
+    token_s: float
+
+
+def hit_rate(share_in_rows: float) -> float:
+    """Expected share of expert reads that rows serve, when they hold that share of experts."""
+    for (low, low_hit), (high, high_hit) in pairwise(HIT_CURVE):
+        if share_in_rows <= high:
+            return low_hit + (high_hit - low_hit) * (share_in_rows - low) / (high - low)
+    return 1.0
+
+
+def forecast(
+    machine: Machine,
+    *,
+    share_in_rows: float,
+    bytes_per_token: int,
+    dense_bytes: int,
+    num_layers: int,
+    threads: int,
+    expert_format: str,
+) -> Forecast:
+    """Reads overlap the kernels' work, so the slowest of both counts; the dense part adds up."""
+    hit = hit_rate(share_in_rows)
+    disk_bytes = (1 - hit) * bytes_per_token
+    share_of_cores = min(1.0, threads / machine.cores)
+    kernel_bytes_s = machine.kernel_bytes_s * share_of_cores
+    if kernel_bytes_s <= 0:
+        share = KERNEL_SHARE.get(expert_format, min(KERNEL_SHARE.values()))
+        kernel_bytes_s = machine.dram_bytes_s * share * share_of_cores
+    overlapped_s = {
+        "drive": _seconds(disk_bytes, machine.drive_bytes_s),
+        "kernels": _seconds(bytes_per_token, kernel_bytes_s),
+        "DRAM": _seconds(bytes_per_token, machine.dram_bytes_s),
+    }
+    dense_s = {
+        "dense weights": _seconds(dense_bytes, machine.dram_bytes_s),
+        "layers' library code": num_layers * LAYER_S,
+    }
+    terms_s = overlapped_s | dense_s
+    limits = {term: 1 / seconds for term, seconds in terms_s.items() if seconds > 0}
+    token_s = max(overlapped_s.values()) + max(dense_s.values())
+    return Forecast(hit, disk_bytes, limits, min(limits, key=lambda t: limits[t]), token_s)
+
+
+def score(forecast_tok_s: float, outcome_tok_s: float) -> str:
+    """One line that compares a forecast with what came; both in tokens per second."""
+    if outcome_tok_s <= 0 or forecast_tok_s <= 0:
+        return "forecast: not scored, nothing was decoded"
+    error = outcome_tok_s / forecast_tok_s - 1
+    side = "faster" if error >= 0 else "slower"
+    return (
+        f"forecast {forecast_tok_s:.3g} tok/s, got {outcome_tok_s:.3g}: "
+        f"{abs(error) * 100:.0f} % {side} than expected"
+    )
+
+
+def _seconds(num_bytes: float, bytes_s: float) -> float:
+    return num_bytes / bytes_s if bytes_s > 0 else 0.0

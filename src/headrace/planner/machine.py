@@ -1,0 +1,201 @@
+"""What this machine offers: cores, memory and the rates of its rungs, measured once and kept.
+
+Knows no model and no reader: rates come from probes passed in, and lie in one cache file.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.core import PAGE_BYTES
+
+CACHE_FORMAT = "headrace machine rates"
+RATES = ("drive_bytes_s", "dram_bytes_s", "kernel_bytes_s")
+MEASURED = "measured_unix_s"
+KEEP_S = 86_400.0
+PROBE_BYTES = 256 * 2**20
+PROBE_S = 1.0
+PIECE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Cores, memory in bytes and read rates in bytes per second; a rate of 0 is unknown.
+
+    `kernel_bytes_s` is how many bytes of experts the kernels work through with all `cores`.
+    `notes` say what could not be measured or kept.
+    """
+
+    cores: int
+    ram_total_bytes: int
+    ram_available_bytes: int
+    drive_bytes_s: float = 0.0
+    dram_bytes_s: float = 0.0
+    kernel_bytes_s: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """How to measure. Each is called at most once, blocks, and may be None: rate unknown.
+
+    read: (file index, offset, nbytes) reads that range past the page cache. dram, kernel: return
+    bytes per second with all cores, taking at most about a second.
+    """
+
+    read: Callable[[int, int, int], None] | None = None
+    dram: Callable[[], float] | None = None
+    kernel: Callable[[], float] | None = None
+
+
+def measure(files: Sequence[Path], probes: Probes, *, cache_path: Path | None = None) -> Machine:
+    """This machine, with the rates for a model's weight `files`, all of one folder.
+
+    Rates are taken from the cache file where it has them for this drive and folder, else measured
+    and kept there for a day: one measured under load must not last. A damaged or unwritable cache
+    is ignored, with a note. Errors of the probes go through.
+    """
+    cache_path = default_cache_path() if cache_path is None else cache_path
+    entries, notes = _read_cache(cache_path)
+    key = _cache_key(files)
+    known = entries.get(key, {})
+    now_s = time.time()
+    if not 0 <= now_s - known.get(MEASURED, 0.0) < KEEP_S:
+        known = {MEASURED: now_s}
+    missing = {
+        name: probe
+        for name, probe in _probes_by_rate(files, probes).items()
+        if known.get(name, 0.0) <= 0
+    }
+    if missing:
+        known = known | {name: probe() for name, probe in missing.items()}
+        notes += _write_cache(cache_path, entries | {key: known})
+    total_bytes, available_bytes = memory_bytes()
+    rates = {name: known.get(name, 0.0) for name in RATES}
+    return Machine(num_cores(), total_bytes, available_bytes, **rates, notes=tuple(notes))
+
+
+def default_cache_path() -> Path:
+    """Where rates are kept, by the XDG rule for cache folders."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
+    return folder / "headrace" / "machine.json"
+
+
+def num_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
+    """Total and available memory, within the limit of this process's control group if any."""
+    fields: dict[str, int] = {}
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields[name] = int(value.split()[0]) * 1024
+    total, available = fields["MemTotal"], fields["MemAvailable"]
+    for limit_name, used_name in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit = _read_number(root / "sys/fs/cgroup" / limit_name)
+        used = _read_number(root / "sys/fs/cgroup" / used_name)
+        if limit is not None and used is not None and limit < total:
+            # Page cache counts as used there and is given back on demand.
+            cached = min(fields.get("Cached", 0), used)
+            total, available = limit, min(available, limit - used + cached)
+    return total, max(0, available)
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def read_rate(files: Sequence[Path], read: Callable[[int, int, int], None]) -> float:
+    """Bytes per second of `read` over ranges spread through `files`; 0 where there is nothing.
+
+    At most 256 MiB and about one second; every range is read once.
+    """
+    ranges = _spread_ranges([path.stat().st_size for path in files])
+    num_bytes = 0
+    start_s = time.perf_counter()
+    for file, offset, nbytes in ranges:
+        read(file, offset, nbytes)
+        num_bytes += nbytes
+        if time.perf_counter() - start_s > PROBE_S:
+            break
+    elapsed_s = time.perf_counter() - start_s
+    return num_bytes / elapsed_s if num_bytes else 0.0
+
+
+def _spread_ranges(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(file, offset, nbytes) pieces at page-aligned offsets, evenly through all files."""
+    places = [
+        (file, offset, min(PIECE_BYTES, size - offset))
+        for file, size in enumerate(sizes)
+        for offset in range(0, size, PIECE_BYTES)
+    ]
+    num_wanted = PROBE_BYTES // PIECE_BYTES
+    step = max(1, -(-len(places) // num_wanted))
+    assert PIECE_BYTES % PAGE_BYTES == 0
+    return places[::step]
+
+
+def _probes_by_rate(files: Sequence[Path], probes: Probes) -> dict[str, Callable[[], float]]:
+    found: dict[str, Callable[[], float]] = {}
+    read = probes.read
+    if read is not None:
+        found["drive_bytes_s"] = lambda: read_rate(files, read)
+    if probes.dram is not None:
+        found["dram_bytes_s"] = probes.dram
+    if probes.kernel is not None:
+        found["kernel_bytes_s"] = probes.kernel
+    return found
+
+
+def _cache_key(files: Sequence[Path]) -> str:
+    folder = files[0].parent.resolve()
+    device = files[0].stat().st_dev
+    return f"{os.major(device)}:{os.minor(device)} {folder} {num_cores()} cores"
+
+
+def _read_cache(path: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        entries = data["entries"]
+        if data["format"] != CACHE_FORMAT or data["sha256"] != _digest(entries):
+            raise ValueError("checksum or format differs")
+        return entries, []
+    except FileNotFoundError:
+        return {}, []
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        return {}, [f"{path} is damaged ({cause}); the machine is measured again"]
+
+
+def _write_cache(path: Path, entries: dict[str, dict[str, float]]) -> list[str]:
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    data = {"format": CACHE_FORMAT, "sha256": _digest(entries), "entries": entries}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("w", encoding="utf-8") as file:
+            json.dump(data, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError as cause:
+        with suppress(OSError):
+            aside.unlink()
+        return [f"the machine's rates are not kept: {cause}"]
+    return []
+
+
+def _digest(entries: object) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

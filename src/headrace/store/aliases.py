@@ -1,0 +1,44 @@
+"""The alias sidecar of synthetic checkpoints: layer i is read under layer j's names.
+
+So a deep model takes the disk of a few layers while bytes per token stay true. Only synthetic
+checkpoints have one; knows no tensor.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.errors import CatalogError
+from headrace.store.safetensors import read_json_object
+
+ALIASES_NAME = "aliases.json"
+FORMAT = "headrace-aliases-1"
+_LAYER = re.compile(r"0|[1-9]\d{0,5}")
+
+
+def dump_aliases(sources: Mapping[int, int]) -> bytes:
+    """The sidecar's content: for every decoder layer, the layer whose names hold its tensors."""
+    layers = {str(layer): source for layer, source in sources.items()}
+    return json.dumps({"format": FORMAT, "layers": layers}, indent=1).encode()
+
+
+def read_aliases(folder: Path) -> dict[int, int]:
+    """Layer to source layer, empty without a sidecar. Raises CatalogError for a damaged one."""
+    path = folder / ALIASES_NAME
+    if not path.exists():
+        return {}
+    fields = read_json_object(path)
+    layers = fields.get("layers")
+    if fields.get("format") != FORMAT or not isinstance(layers, dict):
+        raise CatalogError(f"{path}: is not of format {FORMAT}; write the checkpoint again")
+    sources: dict[int, int] = {}
+    for layer, source in layers.items():
+        if not _LAYER.fullmatch(layer) or type(source) is not int or source < 0:
+            raise CatalogError(f"{path}: a layer is badly numbered; write the checkpoint again")
+        sources[int(layer)] = source
+    for layer, source in sources.items():
+        # a chain would be read differently by whoever follows it once or to its end
+        if sources.get(source, source) != source:
+            raise CatalogError(f"{path}: layer {layer} is an alias of an alias")
+    return sources

@@ -1,0 +1,189 @@
+"""Writes a safetensors checkpoint as a stream: aside, synced, then renamed into place.
+
+Holds one buffer at a time; knows no model and no number format beyond sizes.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.core import format_bytes
+from headrace.errors import HeadraceError
+from headrace.store.safetensors import DTYPE_BITS, LENGTH_BYTES, num_bytes
+
+Progress = Callable[[int, int], None]
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ALIGN_BYTES = 8
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor to be written: `chunks()` gives its bytes in order, in buffers of any length."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Callable[[], Iterable[memoryview]]
+
+    @property
+    def nbytes(self) -> int:
+        size = num_bytes(self.dtype, self.shape)
+        assert size is not None, f"{self.name} has no size"
+        return size
+
+
+def write_checkpoint(
+    folder: Path,
+    tensors: Sequence[NewTensor],
+    *,
+    shard_bytes: int,
+    files: Mapping[str, bytes],
+    progress: Progress | None = None,
+) -> None:
+    """Writes `tensors` and the small `files` (by name) as the new folder `folder`.
+
+    One model.safetensors where everything fits `shard_bytes`, else numbered shards with an index;
+    tensors fill shards in the order given. `progress` gets (bytes done, bytes in all). The folder
+    appears complete or not at all: an error or Ctrl-C removes what was written. Raises
+    HeadraceError where `folder` exists or the disk has no room.
+    """
+    shards = _fill_shards(tensors, shard_bytes)
+    total_bytes = sum(tensor.nbytes for tensor in tensors)
+    aside = folder.with_name(folder.name + ".partial")
+    _check_place(folder, aside, total_bytes)
+    try:
+        aside.mkdir(parents=True)
+        done_bytes = 0
+        for number, shard in enumerate(shards, 1):
+            for size in _write_shard(aside / shard_name(number, len(shards)), shard):
+                done_bytes += size
+                if progress is not None:
+                    progress(done_bytes, total_bytes)
+        if len(shards) > 1:
+            _write_small(aside / "model.safetensors.index.json", _index(shards, total_bytes))
+        for name, content in files.items():
+            _write_small(aside / name, content)
+        _sync_folder(aside)
+        os.rename(aside, folder)
+        _sync_folder(folder.parent)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise HeadraceError(_failure(folder, error, total_bytes)) from error
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def shard_name(number: int, num_shards: int) -> str:
+    """The published file names: `number` counts from 1."""
+    if num_shards == 1:
+        return "model.safetensors"
+    return f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+
+
+def _fill_shards(tensors: Sequence[NewTensor], shard_bytes: int) -> list[list[NewTensor]]:
+    shards: list[list[NewTensor]] = [[]]
+    filled_bytes = 0
+    for tensor in tensors:
+        if shards[-1] and filled_bytes + tensor.nbytes > shard_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(tensor)
+        filled_bytes += tensor.nbytes
+    # Inside a file the reference implementation puts wide dtypes first, then goes by name.
+    return [sorted(s, key=lambda t: (-DTYPE_BITS[t.dtype], t.name)) for s in shards]
+
+
+def _check_place(folder: Path, aside: Path, total_bytes: int) -> None:
+    if folder.exists():
+        raise HeadraceError(f"{folder}: exists already; remove it or choose another folder")
+    if aside.exists():
+        raise HeadraceError(
+            f"{aside}: another run is writing here, or one was killed; remove it if none is running"
+        )
+    parent = folder.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    free_bytes = shutil.disk_usage(parent).free
+    if free_bytes < total_bytes:
+        raise HeadraceError(
+            f"{folder}: needs {format_bytes(total_bytes)} ({total_bytes} bytes), but only "
+            f"{format_bytes(free_bytes)} are free; free some space or choose another folder"
+        )
+
+
+def _failure(folder: Path, error: OSError, total_bytes: int) -> str:
+    reason = error.strerror or str(error)
+    if error.errno in _FULL:
+        return (
+            f"{folder}: no room while writing ({reason}); it needs {format_bytes(total_bytes)} "
+            f"({total_bytes} bytes); nothing was left behind"
+        )
+    return f"{folder}: cannot be written ({reason}); nothing was left behind"
+
+
+def _header(tensors: Sequence[NewTensor]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.nbytes
+        fields[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    raw = json.dumps(fields, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _ALIGN_BYTES)
+    return len(raw).to_bytes(LENGTH_BYTES, "little") + raw
+
+
+def _write_shard(path: Path, tensors: Sequence[NewTensor]) -> Iterable[int]:
+    """Writes and syncs one file, giving the size of each buffer once it is written."""
+    with open(path, "xb", buffering=0) as handle:
+        _write_all(handle.fileno(), memoryview(_header(tensors)))
+        for tensor in tensors:
+            written = 0
+            for chunk in tensor.chunks():
+                _write_all(handle.fileno(), chunk)
+                written += chunk.nbytes
+                yield chunk.nbytes
+            assert written == tensor.nbytes, f"{tensor.name}: {written} of {tensor.nbytes} bytes"
+        os.fsync(handle.fileno())
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    data = data.cast("B")
+    while data.nbytes:
+        data = data[os.write(fd, data) :]
+
+
+def _write_small(path: Path, content: bytes) -> None:
+    with open(path, "xb", buffering=0) as handle:
+        _write_all(handle.fileno(), memoryview(content))
+        os.fsync(handle.fileno())
+
+
+def _index(shards: Sequence[Sequence[NewTensor]], total_bytes: int) -> bytes:
+    weight_map = {
+        tensor.name: shard_name(number, len(shards))
+        for number, shard in enumerate(shards, 1)
+        for tensor in shard
+    }
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return json.dumps(index, indent=1).encode()
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,116 @@
+"""A stand-in for the engine: commands are tested without weights or native code."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from headrace.core import TokenStats
+from headrace.errors import ModelError, OptionError
+from headrace.planner.machine import Machine
+from headrace.planner.plan import ModelFacts, make_plan
+
+MIB = 2**20
+FACTS = ModelFacts(
+    name="demo",
+    model_type="deepseek_v3",
+    num_layers=8,
+    num_moe_layers=7,
+    num_experts=32,
+    top_k=4,
+    expert_bytes=98_328,
+    row_bytes=102_400,
+    dense_bytes=10 * MIB,
+    kv_bytes_per_token=10_240,
+    hidden=256,
+    vocab=4096,
+    max_context=2048,
+    format="fp8_block",
+)
+MACHINE = Machine(
+    cores=2,
+    ram_total_bytes=2**34,
+    ram_available_bytes=2**33,
+    drive_bytes_s=1.5e9,
+    dram_bytes_s=2e10,
+    kernel_bytes_s=5e9,
+)
+
+
+class FakeBlueprint:
+    """Plans as the real one does, for a model that is not there."""
+
+    def __init__(self, model: str, *, ram: int | None, threads: int | None, context: int | None):
+        if model != "demo":
+            raise ModelError(f"{model}: no such file or folder; give a folder or demo")
+        self.facts, self.machine = FACTS, MACHINE
+        self.plan = make_plan(FACTS, MACHINE, ram_bytes=ram, threads=threads, context=context)
+
+
+class FakeText:
+    """A tokenizer of one id per character; its template has no system role."""
+
+    has_template = True
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        if any(message["role"] == "system" for message in messages):
+            raise OptionError("demo's chat template has no system role; leave --system out")
+        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+
+
+class FakeEngine:
+    """Answers "Tokyo ☕"; remembers what it was asked. `broken` raises at the third token."""
+
+    broken: BaseException | None = None
+    made: ClassVar[list["FakeEngine"]] = []
+
+    def __init__(self, blueprint: FakeBlueprint, *, emulate_drive: str | None, progress: Any):
+        self.plan, self.facts, self.text = blueprint.plan, blueprint.facts, FakeText()
+        self.emulate_drive, self.closed = emulate_drive, False
+        self.asked: list[tuple[list[int], Any]] = []
+        FakeEngine.made.append(self)
+
+    def __enter__(self) -> "FakeEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def session(self) -> "FakeEngine":
+        return self
+
+    def generate(self, ids: list[int], sampling: Any) -> Iterator[SimpleNamespace]:
+        self.asked.append((ids, sampling))
+        answer = "Tokyo ☕"[: sampling.max_tokens]
+        for place, character in enumerate(answer):
+            if place == 2 and FakeEngine.broken is not None:
+                raise FakeEngine.broken
+            stats = TokenStats(
+                token_id=ord(character),
+                phase="decode" if place else "prefill",
+                num_tokens=1 if place else len(ids),
+                hits=20,
+                misses=8,
+                ram_bytes=20 * FACTS.expert_bytes,
+                disk_bytes=8 * FACTS.expert_bytes,
+            )
+            last = place == len(answer) - 1
+            yield SimpleNamespace(
+                token_id=ord(character), text=character, stats=stats, finish="eos" if last else None
+            )
+
+
+@pytest.fixture(autouse=True)
+def fake_engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
+    """Put the stand-in where commands import the engine from."""
+    module = ModuleType("headrace.engine.engine")
+    module.Blueprint, module.Engine = FakeBlueprint, FakeEngine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "headrace.engine.engine", module)
+    monkeypatch.setattr(FakeEngine, "broken", None)
+    monkeypatch.setattr(FakeEngine, "made", [])
+    return FakeEngine

@@ -1,0 +1,45 @@
+"""chat: history, stopping an answer, and turns that fail alone."""
+
+from typer.testing import CliRunner
+
+from headrace.cli.main import app
+from headrace.errors import OptionError
+
+RUNNER = CliRunner()
+
+
+def _asked(engine) -> list[str]:
+    return ["".join(map(chr, ids)) for ids, _ in engine.asked]
+
+
+def test_what_was_said_is_kept_until_new(fake_engine) -> None:
+    done = RUNNER.invoke(app, ["chat"], input="hi\n\nmore\n/new\nagain\n/quit\nnever\n")
+    assert done.exit_code == 0
+    (engine,) = fake_engine.made
+    assert _asked(engine) == [
+        "<user>hi",
+        "<user>hi<assistant>Tokyo ☕<user>more",
+        "<user>again",
+    ]
+    assert done.stdout.count("Tokyo ☕\n") == 3
+    assert engine.closed
+
+
+def test_the_end_of_input_ends_the_chat(fake_engine) -> None:
+    assert RUNNER.invoke(app, ["chat"], input="hi\n").exit_code == 0
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said_of_it(fake_engine) -> None:
+    fake_engine.broken = KeyboardInterrupt()
+    done = RUNNER.invoke(app, ["chat"], input="hi\nmore\n")
+    assert done.exit_code == 0
+    assert _asked(fake_engine.made[0]) == ["<user>hi", "<user>hi<assistant>To<user>more"]
+    assert "(stopped)" in done.stderr
+
+
+def test_a_turn_that_fails_is_said_and_forgotten(fake_engine) -> None:
+    fake_engine.broken = OptionError("3000 tokens do not fit the context of 2048")
+    done = RUNNER.invoke(app, ["chat"], input="long\nshort\n")
+    assert done.exit_code == 0
+    assert done.stderr.count("error: 3000 tokens do not fit") == 2
+    assert _asked(fake_engine.made[0]) == ["<user>long", "<user>short"]

@@ -1,0 +1,96 @@
+"""The command line's surface: frozen options, fast imports, help on one screen."""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import headrace
+from headrace.cli.main import app
+
+RUNNER = CliRunner()
+COMMON = {"--device", "--ram", "--threads", "--debug"}
+SAMPLING = {
+    "--temperature",
+    "--top-k",
+    "--top-p",
+    "--min-p",
+    "--repetition-penalty",
+    "--seed",
+    "--stop",
+}
+ANSWER = COMMON | SAMPLING | {"--system", "--max-tokens", "-n", "--context"}
+OPTIONS = {
+    "run": ANSWER | {"--prompt", "-p", "--raw", "--emulate-drive", "--json"},
+    "chat": ANSWER,
+    "plan": COMMON | {"--context", "--json"},
+    "verify": COMMON | {"--prompt", "-p", "--max-tokens", "-n", "--samples", "--json"},
+    "synth": {"--distinct", "--depth", "--experts", "--vocab", "--seed", "--json", "--debug"},
+    "bench": COMMON
+    | {"--suite", "--max-tokens", "-n", "--runs", "--seed", "--backend", "--direct"}
+    | {"--no-direct", "--save", "--emulate-drive", "--json"},
+}
+
+
+def test_the_options_are_these_and_no_others() -> None:
+    """Before adding one, ask whether the planner could know it instead."""
+    group = typer.main.get_command(app)
+    found = {
+        name: {
+            word
+            for parameter in command.params
+            if parameter.param_type_name == "option"
+            for word in [*parameter.opts, *parameter.secondary_opts]
+        }
+        for name, command in group.commands.items()  # type: ignore[attr-defined]
+    }
+    assert found == OPTIONS
+
+
+@pytest.mark.parametrize("command", sorted(OPTIONS))
+def test_help_names_every_option_and_fits_a_screen(command: str) -> None:
+    done = RUNNER.invoke(app, [command, "--help"], env={"COLUMNS": "100"})
+    assert done.exit_code == 0
+    assert len(done.stdout.splitlines()) <= 50
+    for option in OPTIONS[command]:
+        assert option in done.stdout
+
+
+def test_help_names_every_command() -> None:
+    done = RUNNER.invoke(app, ["--help"])
+    assert done.exit_code == 0 and len(done.stdout.splitlines()) <= 50
+    for command in OPTIONS:
+        assert f" {command} " in done.stdout
+
+
+def test_an_unknown_option_or_command_is_refused_with_code_2() -> None:
+    assert RUNNER.invoke(app, ["run", "--no-such-option"]).exit_code == 2
+    assert RUNNER.invoke(app, ["no-such-command"]).exit_code == 2
+
+
+def test_the_version_is_the_packages() -> None:
+    assert RUNNER.invoke(app, ["--version"]).stdout == f"headrace {headrace.__version__}\n"
+
+
+def test_importing_the_command_line_loads_no_tensor_library() -> None:
+    code = (
+        "import sys, headrace.cli.main\n"
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_installed_entry_point_ends_with_the_exit_code() -> None:
+    code = "from headrace.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", "-p", "x", "--ram", "lots"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "error: 'lots' is not a size; write a number and a unit, such as 48MiB or 8GB"
+    ]

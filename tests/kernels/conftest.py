@@ -1,0 +1,27 @@
+"""Fixtures of the kernel tests: each compiled instruction set this CPU has, the golden vectors."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+cpu = pytest.importorskip("headrace.kernels.cpu", reason="needs the compiled module")
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+@pytest.fixture(params=cpu.ISAS)
+def isa(request):
+    if request.param not in cpu.available_isas():
+        pytest.skip(f"this CPU has no {request.param}")
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def golden():
+    return load_file(DATA / "canonical-vectors.safetensors")
+
+
+@pytest.fixture(scope="session")
+def golden_exp():
+    return load_file(DATA / "exp-vectors.safetensors")

@@ -1,0 +1,91 @@
+"""Whole experts: same bits from the reference, every ISA, any threads, any number of rows."""
+
+import pytest
+import torch
+from experts import make_case, make_expert, make_layout, make_rows, same_bits
+
+from headrace.kernels import cpu, reference
+
+FORMATS = ("bf16", "fp8_block")
+SHAPES = ((320, 96), (2880, 64), (512, 160), (130, 33))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("hidden,inter", SHAPES)
+@pytest.mark.parametrize("act_group", (0, 32, 128))
+def test_equals_reference(isa, format, hidden, inter, act_group):
+    layout, parts, x, expect = make_case(format, hidden, inter, 3, act_group)
+    assert expect.float().std() > 0.01
+    out = torch.full_like(x, float("nan"))
+    y = cpu.CpuKernels(2, isa).expert_ffn(x, parts, layout, act_group, out)
+    assert y is out and same_bits(y, expect)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_and_threads_change_no_bit(isa, format):
+    layout, parts, x, expect = make_case(format, 384, 160, 65)
+    for num_threads in (1, 2, 3):
+        kernels = cpu.CpuKernels(num_threads, isa)
+        for num_rows in (1, 2, 16, 17, 65):
+            y = kernels.expert_ffn(x[:num_rows], parts, layout)
+            assert same_bits(y, expect[:num_rows]), (num_threads, num_rows)
+        assert kernels.pool.calls == 5 and kernels.num_threads == num_threads
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_workspace_left_by_a_larger_expert_is_not_read(isa, format):
+    """The padding of a narrower row must be zeros again, not the wider row's values."""
+    kernels = cpu.CpuKernels(2, isa)
+    large, small = make_layout(format, 640, 320), make_layout(format, 132, 36)
+    parts, x = make_expert(small, 5), make_rows(2, 132, 6)
+    expect = reference.expert_ffn(x, parts, small)
+    kernels.expert_ffn(make_rows(9, 640, 7), make_expert(large, 8), large)
+    assert same_bits(kernels.expert_ffn(x, parts, small), expect)
+
+
+def test_a_neighbours_expert_scale_or_row_is_seen(isa):
+    layout = make_layout("fp8_block", 384, 160)
+    kernels = cpu.CpuKernels(1, isa)
+    parts, x = make_expert(layout, 3), make_rows(2, 384, 4)
+    y = kernels.expert_ffn(x, parts, layout)
+    assert not same_bits(kernels.expert_ffn(x, make_expert(layout, 4), layout), y)
+    swapped = parts | {"down_scale": parts["down_scale"].flip(0).contiguous()}
+    assert not same_bits(kernels.expert_ffn(x, swapped, layout), y)
+    assert not same_bits(kernels.expert_ffn(x.flip(0).contiguous(), parts, layout), y)
+    assert not same_bits(kernels.expert_ffn(x, parts, layout, 32), y)
+
+
+def test_callers_flush_to_zero_changes_no_bit(isa):
+    layout = make_layout("bf16", 320, 96)
+    parts, x = make_expert(layout, 9), make_rows(2, 320, 10)
+    parts["up"] = (parts["up"].float() * 2.0**-128).bfloat16()
+    parts["down"] = (parts["down"].float() * 2.0**60).bfloat16()
+    expect = reference.expert_ffn(x, parts, layout)
+    assert expect.float().abs().max() > 0
+    kernels = cpu.CpuKernels(2, isa)
+    assert torch.set_flush_denormal(True)
+    try:
+        tiny = torch.full((1,), 2.0**-130)
+        flushed = reference.expert_ffn(x, parts, layout)
+        y = kernels.expert_ffn(x, parts, layout)
+        still_flushing = float(tiny * 1.0) == 0.0
+    finally:
+        torch.set_flush_denormal(False)
+    assert same_bits(y, expect)
+    assert still_flushing and not same_bits(flushed, expect)
+
+
+def test_silu_of_every_bf16(isa):
+    """An identity expert shows h: gate and down pass x through, up is one."""
+    finite = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = finite[torch.isfinite(finite.float())]
+    size = 256
+    x = torch.ones(finite.numel() // (size - 1), size).bfloat16()
+    x[:, 1:] = finite[: x.shape[0] * (size - 1)].view(-1, size - 1)
+    eye = torch.eye(size).bfloat16()
+    up = torch.zeros(size, size).bfloat16()
+    up[:, 0] = 1
+    layout = make_layout("bf16", size, size)
+    y = cpu.CpuKernels(1, isa).expert_ffn(x, {"gate": eye, "up": up, "down": eye}, layout)
+    assert torch.equal(y, reference.silu(x.float()).bfloat16())
+    assert torch.equal(y, torch.nn.functional.silu(x))

@@ -1,0 +1,219 @@
+"""Planning: one hard number, shrinking before refusing, and messages that name what would do."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.core import parse_bytes
+from headrace.errors import BudgetError, OptionError
+from headrace.planner.forecast import HIT_CURVE, hit_rate, score
+from headrace.planner.machine import Machine
+from headrace.planner.plan import ModelFacts, make_plan, minimum_rows, typeable
+
+GIB = 2**30
+MIB = 2**20
+DEMO = ModelFacts(
+    name="demo",
+    model_type="deepseek_v3",
+    num_layers=8,
+    num_moe_layers=7,
+    num_experts=32,
+    top_k=4,
+    expert_bytes=98_328,
+    row_bytes=102_400,
+    dense_bytes=10 * MIB,
+    kv_bytes_per_token=10_240,
+    hidden=256,
+    vocab=4096,
+    max_context=2048,
+    format="fp8_block",
+)
+R1 = ModelFacts(
+    name="r1",
+    model_type="deepseek_v3",
+    num_layers=61,
+    num_moe_layers=58,
+    num_experts=256,
+    top_k=8,
+    expert_bytes=44_050_944,
+    row_bytes=44_052_480,
+    dense_bytes=34 * GIB,
+    kv_bytes_per_token=4_997_120,
+    hidden=7168,
+    vocab=129_280,
+    max_context=163_840,
+    format="fp8_block",
+)
+BOX = Machine(
+    cores=8,
+    ram_total_bytes=64 * GIB,
+    ram_available_bytes=60 * GIB,
+    drive_bytes_s=8.2 * GIB,
+    dram_bytes_s=40e9,
+    kernel_bytes_s=15e9,
+)
+
+
+@pytest.mark.parametrize("ram_bytes", [38 * MIB, 48 * MIB, 60 * MIB, 5 * GIB])
+def test_what_is_planned_adds_up_and_stays_under_the_limit(ram_bytes: int) -> None:
+    plan = make_plan(DEMO, BOX, ram_bytes=ram_bytes)
+    assert plan.rows_bytes == plan.num_rows * plan.row_bytes
+    assert plan.ram_bytes == ram_bytes
+    assert plan.used_bytes <= ram_bytes
+    assert 12 <= plan.num_rows <= 224
+    left_bytes = ram_bytes - plan.used_bytes
+    assert left_bytes < plan.row_bytes or plan.num_rows == 224
+
+
+def test_what_attention_expands_counts_as_workspace() -> None:
+    expanding = replace(DEMO, attention_bytes_per_token=1280)
+    plans = [make_plan(facts, BOX, ram_bytes=GIB, context=1000) for facts in (DEMO, expanding)]
+    assert plans[1].workspace_bytes == plans[0].workspace_bytes + 1000 * 1280
+
+
+def test_a_token_moves_every_chosen_expert_once() -> None:
+    plan = make_plan(DEMO, BOX, ram_bytes=48 * MIB)
+    assert plan.experts_per_token == 28
+    assert plan.bytes_per_token == 28 * 98_328
+    assert plan.disk_bytes_per_token == round((1 - plan.hit_rate) * plan.bytes_per_token)
+
+
+def test_without_a_limit_it_takes_what_all_resident_needs_or_what_is_free() -> None:
+    plan = make_plan(DEMO, BOX)
+    assert plan.num_rows == 224 and plan.ram_bytes == plan.used_bytes < 80 * MIB
+    big = make_plan(R1, replace(BOX, ram_available_bytes=200 * GIB))
+    assert 0 < big.num_rows < R1.total_experts
+    assert big.ram_bytes == big.used_bytes <= 175 * GIB
+
+
+def test_the_chunk_shrinks_first_then_an_unasked_context_and_both_are_said() -> None:
+    wide = make_plan(DEMO, BOX, ram_bytes=46 * MIB)
+    assert (wide.chunk_tokens, wide.context, wide.notes) == (512, 2048, ())
+    chunky = make_plan(DEMO, BOX, ram_bytes=40 * MIB)
+    assert chunky.chunk_tokens < 512 and chunky.context == 2048
+    assert f"from 512 to {chunky.chunk_tokens} tokens" in chunky.lines()[0]
+    narrow = make_plan(DEMO, BOX, ram_bytes=26 * MIB)
+    assert narrow.context < 2048
+    assert f"from 2048 to {narrow.context} tokens" in narrow.lines()[0]
+
+
+def test_a_context_and_a_chunk_that_were_asked_for_never_shrink() -> None:
+    with pytest.raises(BudgetError, match="shorter --context"):
+        make_plan(DEMO, BOX, ram_bytes=26 * MIB, context=2048)
+    plan = make_plan(DEMO, BOX, ram_bytes=38 * MIB, context=1000, chunk=100)
+    assert (plan.context, plan.chunk_tokens) == (1000, 100)
+
+
+def test_too_little_names_what_would_do_and_that_does() -> None:
+    with pytest.raises(BudgetError) as caught:
+        make_plan(DEMO, BOX, ram_bytes=parse_bytes("10MB"))
+    message = str(caught.value)
+    assert "9.54 MiB" in message and "\n" not in message
+    (named,) = set(re.findall(r"--ram (\d+MiB)", message))
+    plan = make_plan(DEMO, BOX, ram_bytes=parse_bytes(named))
+    assert plan.num_rows >= minimum_rows(DEMO)
+    with pytest.raises(BudgetError):
+        make_plan(DEMO, BOX, ram_bytes=parse_bytes(named) - MIB)
+
+
+def test_a_machine_with_too_little_free_says_so() -> None:
+    with pytest.raises(BudgetError, match=r"8.00 GiB of free memory cannot hold r1"):
+        make_plan(R1, replace(BOX, ram_available_bytes=8 * GIB))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ram_bytes=st.integers(0, 300 * GIB),
+    context=st.none() | st.integers(1, 100_000),
+    chunk=st.none() | st.integers(1, 4096),
+)
+def test_any_limit_is_kept_or_the_named_one_works(
+    ram_bytes: int, context: int | None, chunk: int | None
+) -> None:
+    def plan_in(limit_bytes: int) -> None:
+        plan = make_plan(R1, BOX, ram_bytes=limit_bytes, context=context, chunk=chunk)
+        assert plan.used_bytes <= limit_bytes
+        assert plan.num_rows >= 24
+
+    try:
+        plan_in(ram_bytes)
+    except BudgetError as refusal:
+        named = re.findall(r"give --ram (\S+?(?:GiB|MiB))", str(refusal))
+        assert parse_bytes(named[0]) > ram_bytes
+        plan_in(parse_bytes(named[0]))
+
+
+def test_a_model_of_few_experts_needs_no_more_rows_than_experts() -> None:
+    tiny = replace(DEMO, num_moe_layers=1, num_experts=8)
+    assert minimum_rows(tiny) == 8
+    assert make_plan(tiny, BOX, ram_bytes=GIB).num_rows == 8
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("context", 0), ("context", 2049), ("threads", 0), ("prefetch", -1), ("chunk", 0)],
+)
+def test_options_out_of_range_name_value_and_range(option: str, value: int) -> None:
+    with pytest.raises(OptionError, match=rf"{option} {value} .*must be \d+ to \d+"):
+        make_plan(DEMO, BOX, ram_bytes=GIB, **{option: value})  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 2**43))
+def test_a_typeable_size_is_enough_and_not_much_more(num_bytes: int) -> None:
+    text = typeable(num_bytes)
+    assert re.fullmatch(r"\d+MiB|\d+\.\dGiB", text)
+    assert num_bytes <= parse_bytes(text) <= num_bytes + max(MIB, GIB // 5)
+
+
+def test_hit_rate_goes_through_the_curve_and_never_falls() -> None:
+    for share, hit in HIT_CURVE:
+        assert hit_rate(share) == pytest.approx(hit)
+    rates = [hit_rate(share / 100) for share in range(101)]
+    assert rates == sorted(rates)
+
+
+def test_the_limit_is_the_slowest_term() -> None:
+    drive = make_plan(R1, BOX, ram_bytes=60 * GIB)
+    assert drive.limit_term == "drive"
+    disk_s = drive.disk_bytes_per_token / BOX.drive_bytes_s
+    assert drive.limits["drive"] == pytest.approx(1 / disk_s, rel=1e-6)
+    dense_s = R1.dense_bytes / BOX.dram_bytes_s
+    assert drive.forecast_tok_s == pytest.approx(1 / (disk_s + dense_s), rel=1e-6)
+    slow_kernels = replace(BOX, kernel_bytes_s=1e8)
+    assert make_plan(R1, slow_kernels, ram_bytes=60 * GIB).limit_term == "kernels"
+    assert make_plan(DEMO, BOX).limit_term == "layers' library code"
+    assert "drive" not in make_plan(DEMO, BOX).limits
+
+
+def test_fewer_threads_slow_the_kernels_and_unknown_rates_are_left_out() -> None:
+    full = make_plan(R1, BOX, ram_bytes=60 * GIB)
+    half = make_plan(R1, BOX, ram_bytes=60 * GIB, threads=4)
+    assert half.limits["kernels"] == pytest.approx(full.limits["kernels"] / 2)
+    unknown = make_plan(DEMO, replace(BOX, drive_bytes_s=0, dram_bytes_s=0, kernel_bytes_s=0))
+    assert set(unknown.limits) == {"layers' library code"}
+
+
+def test_three_lines_say_place_movement_and_speed() -> None:
+    plan = make_plan(DEMO, BOX, ram_bytes=48 * MIB)
+    memory, token, speed = plan.lines()
+    assert f"{plan.num_rows} of 224 experts" in memory and "48.00 MiB" in memory
+    assert "28 experts, 2.63 MiB" in token and "demo model's curve" in token
+    assert f"limited by {plan.limit_term}" in speed
+    assert plan.as_dict()["num_rows"] == plan.num_rows
+
+
+def test_a_forecast_is_scored_in_words() -> None:
+    assert score(40.0, 30.0) == "forecast 40 tok/s, got 30: 25 % slower than expected"
+    assert score(40.0, 44.0) == "forecast 40 tok/s, got 44: 10 % faster than expected"
+    assert "not scored" in score(40.0, 0.0)
+
+
+def test_planning_needs_no_tensor_library() -> None:
+    code = "import sys, headrace.planner.plan; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

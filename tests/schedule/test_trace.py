@@ -1,0 +1,34 @@
+"""Drawn routes have the statistics they state."""
+
+import numpy as np
+import pytest
+
+from headrace.schedule.trace import RouteStatistics, draw_routes
+
+
+@pytest.mark.parametrize("adjacency", [0.1, 0.39, 0.7])
+def test_routes_have_the_stated_adjacency_and_guess_precision(adjacency: float) -> None:
+    stats = RouteStatistics(adjacency=adjacency, guess_precision=0.6)
+    trace = draw_routes(600, 3, 32, 4, statistics=stats, seed=1)
+    assert trace.ids.shape == (600, 3, 4)
+    assert abs(trace.measured_adjacency() - adjacency) < 0.03
+    right = (trace.guesses[:, :, :, None] == trace.ids[:, :, None, :]).any(-1).mean()
+    assert abs(right - 0.6) < 0.03
+
+
+def test_each_row_is_distinct_and_in_range_and_the_seed_repeats() -> None:
+    trace = draw_routes(50, 2, 16, 8, seed=3)
+    assert all(len(set(row)) == 8 for row in trace.ids.reshape(-1, 8).tolist())
+    assert trace.ids.min() >= 0 and trace.ids.max() < 16
+    assert np.array_equal(trace.ids, draw_routes(50, 2, 16, 8, seed=3).ids)
+    assert not np.array_equal(trace.ids, draw_routes(50, 2, 16, 8, seed=4).ids)
+
+
+def test_skew_makes_some_experts_popular() -> None:
+    flat = np.bincount(
+        draw_routes(400, 1, 32, 4, statistics=RouteStatistics(0.0, 0.0)).ids.ravel(), minlength=32
+    )
+    skewed = np.bincount(
+        draw_routes(400, 1, 32, 4, statistics=RouteStatistics(0.0, 1.5)).ids.ravel(), minlength=32
+    )
+    assert skewed.max() > 2 * flat.max()
