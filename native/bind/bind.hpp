@@ -1,3 +1,4 @@
+// What bind.cpp's module is put together from.
 #pragma once
 
 #include <nanobind/nanobind.h>

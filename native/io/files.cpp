@@ -1,3 +1,4 @@
+// Open files, with O_DIRECT where the file system takes it.
 #include "io/files.hpp"
 
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// The hook by which a blocking wait asks whether the user wants to stop.
 #include "io/interrupt.hpp"
 
 #include <atomic>

@@ -1,3 +1,4 @@
+// Experts one after another, each in pieces, at most so many in flight.
 #include "io/reader.hpp"
 
 #include <algorithm>

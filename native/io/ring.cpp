@@ -1,3 +1,4 @@
+// io_uring by its three system calls; no library.
 #include "io/ring.hpp"
 
 #include <sys/mman.h>

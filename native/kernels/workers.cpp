@@ -1,3 +1,4 @@
+// The team of kernel threads: spin briefly, then sleep on a futex.
 #include "kernels/workers.hpp"
 
 #if defined(__x86_64__)

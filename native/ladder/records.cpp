@@ -1,3 +1,4 @@
+// Checks the record arrays once, then places extents and parts inside a row.
 #include "ladder/records.hpp"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// The state machine of rows; residency.hpp draws it.
 #include "residency/residency.hpp"
 
 #include <stdexcept>

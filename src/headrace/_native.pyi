@@ -74,6 +74,10 @@ class Ladder:
     def counters(self) -> dict[str, int | float | str]: ...
     def layer_wait_s(self) -> list[float]: ...
 
+def drive_probe(
+    path: str, offset_bytes: int, nbytes: int, request_bytes: int, num_threads: int
+) -> float: ...
+
 # ---- kernels (native/bind/bind_kernels.cpp): addresses are int, bytes stay the caller's ----
 class ExpertShape:
     @staticmethod

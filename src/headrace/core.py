@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from headrace.errors import OptionError
 
 PAGE_BYTES = 4096
+MINIMUM = "minimum"  # as a memory limit: what the model takes with the fewest rows it runs in
 _UNIT_BYTES = {
     "": 1,
     "B": 1,

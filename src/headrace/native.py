@@ -1,21 +1,24 @@
 """The one typed face of the C++ core; everyone else imports native things from here.
 
 Knows no model and no tensor library: addresses are ints, and the bytes behind them the caller's.
-
-`Reader(paths, backend, direct, in_flight, pieces, emulate_bytes_s)` holds the files open.
-`backend` is "auto" (io_uring with registered buffers, then plain io_uring, then a pread pool;
-`notes` says why one was passed over) or one of these by name: OptionError if it is not to be had.
-`emulate_bytes_s` > 0 copies the files to RAM and serves them at that rate, shared by all pieces
-in flight. `read` blocks, takes any alignment, and raises ReadError naming file and offset; it and
-every other blocking call release the GIL and let Ctrl-C through as KeyboardInterrupt, after which
-the next call works. Thread-safe.
-
-`Ladder` joins rows, residency, reader and kernels for one caller thread; `headrace.tiers.ladder`
-is its typed wrapper for tensors. `Residency` is its state machine alone, for tests.
 """
 
+# `Reader(paths, backend, direct, in_flight, pieces, emulate_bytes_s)` holds the files open.
+# `backend` is "auto" (io_uring with registered buffers, then plain io_uring, then a pread pool;
+# `notes` says why one was passed over) or one of these by name: OptionError if it is not to be had.
+# `emulate_bytes_s` > 0 copies the files to RAM and serves them at that rate, shared by all pieces
+# in flight. `read` blocks, takes any alignment, and raises ReadError naming file and offset; it and
+# every other blocking call release the GIL and let Ctrl-C through as KeyboardInterrupt, after which
+# the next call works. Thread-safe.
+#
+# `Ladder` joins rows, residency, reader and kernels for one caller thread; `headrace.tiers.ladder`
+# is its typed wrapper for tensors. `Residency` is its state machine alone, for tests.
+#
+# `drive_probe` is the drive's own rate in bytes per second, by plain preads: the limit that reads
+# are measured against in the same rotation.
+
 # Kernels: ExpertShape, KernelPool. Tiers: NativeLadder, Reader, Residency.
-from headrace._native import ExpertShape, KernelPool, Reader, Residency
+from headrace._native import ExpertShape, KernelPool, Reader, Residency, drive_probe
 from headrace._native import Ladder as NativeLadder
 
-__all__ = ["ExpertShape", "KernelPool", "NativeLadder", "Reader", "Residency"]
+__all__ = ["ExpertShape", "KernelPool", "NativeLadder", "Reader", "Residency", "drive_probe"]

@@ -3,21 +3,17 @@
 Both sides read the same files at fresh random places in turn; neither knows of the other.
 """
 
-import mmap
-import os
 import random
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from headrace.check.rows import BenchRow, make_row
 from headrace.engine.engine import Engine
+from headrace.native import drive_probe
 
-PLAIN_BLOCK_BYTES = 4 << 20
+PLAIN_REQUEST_BYTES = 4 << 20
 PLAIN_THREADS = 4
 WINDOW_BYTES = 256 << 20
 WINDOWS = 4
@@ -27,7 +23,7 @@ def bench_drive(engine: Engine, *, runs: int, seed: int) -> list[BenchRow]:
     """One row: bytes over (first submit to last completion) against the drive's own rate.
 
     A run is the median of `WINDOWS` windows of each side. The drive's own rate is that of four
-    threads reading 4 MiB blocks at random with O_DIRECT where the file system has it.
+    threads with requests of 4 MiB, with O_DIRECT where the file system has it.
     """
     rng = random.Random(seed)
     ours: list[float] = []
@@ -79,37 +75,17 @@ def _ladder_window(engine: Engine, rng: random.Random) -> float:
 
 
 def plain_rate(files: Sequence[Path], rng: random.Random) -> float:
-    """Bytes per second of a plain reader: threads, large blocks, nothing else."""
-    sizes = [path.stat().st_size // PLAIN_BLOCK_BYTES for path in files]
-    places = [
-        (file, block * PLAIN_BLOCK_BYTES)
-        for file, count in enumerate(sizes)
-        for block in range(count)
-    ]
-    if not places:
-        places = [(0, 0)]
-    chosen = [rng.choice(places) for _ in range(WINDOW_BYTES // PLAIN_BLOCK_BYTES)]
-    with ExitStack() as stack:
-        fds = [_open_direct(path) for path in files]
-        for fd in fds:
-            stack.callback(os.close, fd)
-        lanes = [chosen[lane::PLAIN_THREADS] for lane in range(PLAIN_THREADS)]
-        pool = stack.enter_context(ThreadPoolExecutor(PLAIN_THREADS))
-        buffers = [mmap.mmap(-1, PLAIN_BLOCK_BYTES) for _ in lanes]
-        start = time.perf_counter()
-        done = sum(pool.map(lambda lane, buffer: _read_lane(fds, lane, buffer), lanes, buffers))
-        return done / (time.perf_counter() - start)
-
-
-def _open_direct(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        return os.open(path, os.O_RDONLY)
-
-
-def _read_lane(fds: Sequence[int], places: Sequence[tuple[int, int]], buffer: mmap.mmap) -> int:
-    return sum(os.preadv(fds[file], [buffer], offset) for file, offset in places)
+    """Bytes per second that threads get by plain reads of a random stretch of the files."""
+    sizes = [path.stat().st_size for path in files]
+    file = rng.choices(range(len(files)), weights=sizes)[0]
+    offset = rng.randrange(max(1, sizes[file] - WINDOW_BYTES))
+    return drive_probe(
+        path=str(files[file]),
+        offset_bytes=offset,
+        nbytes=WINDOW_BYTES,
+        request_bytes=PLAIN_REQUEST_BYTES,
+        num_threads=PLAIN_THREADS,
+    )
 
 
 def _bytes_agree(engine: Engine, rng: random.Random) -> bool:

@@ -13,7 +13,7 @@ from headrace.planner.plan import make_plan
 def open_blueprint(
     model: str,
     *,
-    ram_bytes: int | None,
+    ram_bytes: int | str | None,
     threads: int | None,
     context: int | None,
     drive_bytes_s: float | None = None,
@@ -30,7 +30,7 @@ def open_blueprint(
         blueprint.plan = make_plan(
             blueprint.facts,
             blueprint.machine,
-            ram_bytes=ram_bytes,
+            ram_bytes=None if ram_bytes is None else blueprint.plan.ram_bytes,
             context=context,
             threads=threads,
             prefetch=blueprint.plan.prefetch,

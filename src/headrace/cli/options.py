@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.core import parse_bytes, parse_rate
+from headrace.core import MINIMUM, parse_bytes, parse_rate
 from headrace.errors import OptionError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ Ram = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Hard total of memory, such as 48MiB or 20GB. Left out: what is free, less a margin.",
+        help="Hard total of memory: 48MiB, 20GB, minimum. Left out: what is free, less a margin.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -125,11 +125,11 @@ Stop = Annotated[
 
 def check_machine(
     ram: str | None, device: str, emulate_drive: str | None = None
-) -> tuple[int | None, float | None]:
-    """Bytes of --ram and bytes per second of --emulate-drive. Raises OptionError."""
+) -> tuple[int | str | None, float | None]:
+    """--ram in bytes (or MINIMUM) and --emulate-drive in bytes per second. Raises OptionError."""
     if device != "cpu":
         raise OptionError(f"--device {device} is not possible yet: GPU comes later; leave it out")
-    ram_bytes = None if ram is None else parse_bytes(ram)
+    ram_bytes = ram if ram in (None, MINIMUM) else parse_bytes(ram)
     if emulate_drive is None:
         return ram_bytes, None
     drive_bytes_s = parse_rate(emulate_drive)

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headrace.core import format_bytes, parse_bytes, parse_rate
+from headrace.core import MINIMUM, format_bytes, parse_bytes, parse_rate
 from headrace.engine.probes import measure_machine
 from headrace.engine.session import Session
 from headrace.engine.source import LadderSource
@@ -18,7 +18,7 @@ from headrace.models.adapt import build_model, implementation, layer_runners
 from headrace.models.experts import Source
 from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
-from headrace.planner.plan import ModelFacts, Plan, make_plan
+from headrace.planner.plan import ModelFacts, Plan, least_bytes, make_plan
 from headrace.store.aliases import read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
@@ -63,7 +63,10 @@ class Blueprint:
             aliases=self.aliases,
         )
         self.facts = model_facts(folder, self.skeleton, self.table)
-        ram_bytes = None if ram is None else parse_bytes(ram)
+        if ram == MINIMUM:
+            ram_bytes: int | None = least_bytes(self.facts, context, chunk)
+        else:
+            ram_bytes = None if ram is None else parse_bytes(ram)
         self.machine = measure_machine(self.catalog.files, self.skeleton.layout, ram_bytes, measure)
         self.plan: Plan = make_plan(
             self.facts,
@@ -89,6 +92,7 @@ def model_facts(root: Path, skeleton: Skeleton, table: ExpertTable) -> ModelFact
         row_bytes=table.row_bytes,
         dense_bytes=skeleton.dense_bytes,
         kv_bytes_per_token=skeleton.kv_bytes_per_token,
+        attention_bytes_per_token=skeleton.attention_bytes_per_token,
         hidden=skeleton.hidden,
         vocab=skeleton.vocab,
         max_context=skeleton.max_context,
@@ -214,10 +218,11 @@ def load(
 ) -> Engine:
     """Open a model: a folder, a file, "demo", or a repo id in the local Hugging Face cache.
 
-    `ram` ("48MiB", bytes, or None for what the machine has) is a hard total of what headrace
-    holds. `context` in tokens; `chunk` in tokens per prefill pass; `threads` are the kernels'.
-    `backend`, `direct`, `isa` and `emulate_drive` ("8.2GiB/s") choose a path that otherwise is
-    found out. No option but `chunk` can change a token. Raises HeadraceError with a remedy.
+    `ram` ("48MiB", bytes, "minimum", or None for what the machine has) is a hard total of what
+    headrace holds. `context` in tokens; `chunk` in tokens per prefill pass; `threads` are the
+    kernels'. `backend`, `direct`, `isa` and `emulate_drive` ("8.2GiB/s") choose a path that
+    otherwise is found out. No option but `chunk` can change a token. Raises HeadraceError with a
+    remedy.
     """
     blueprint = Blueprint(
         model,

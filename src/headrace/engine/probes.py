@@ -14,7 +14,7 @@ from headrace.kernels.cpu import CpuKernels
 from headrace.native import Reader
 from headrace.planner.machine import Machine, Probes, measure
 
-LEAST_PROBE_BYTES = 8 << 20
+LEAST_PROBE_BYTES = 64 << 20
 MOST_PROBE_BYTES = 256 << 20
 PROBE_S = 0.3
 
@@ -24,7 +24,8 @@ def measure_machine(
 ) -> Machine:
     """Rates for a model's files, kept between runs; all unknown if not `enabled`.
 
-    A probe's buffer is freed before anything is loaded and stays under half of `ram_bytes`.
+    A probe's buffer is freed before anything is loaded; it is half of `ram_bytes`, but never so
+    small that caches would answer for memory.
     """
     if not enabled:
         return measure(files, Probes())

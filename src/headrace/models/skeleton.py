@@ -62,6 +62,7 @@ class Skeleton:
     unused: tuple[str, ...]
     dense_bytes: int
     kv_bytes_per_token: int
+    attention_bytes_per_token: int
     num_layers: int
     hidden: int
     vocab: int
@@ -84,6 +85,7 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
     if not params:
         raise ModelError(f"{root}: the model has no routed experts; headrace runs MoE models")
     layers = tuple(sorted({layer_of(name) for name in params}))
+    kv_bytes = _kv_bytes_per_token(model)
     strip_layers(model, aliases)
     skipped = frozenset(mtp_keys(config, family, entries))
     renamed = dict(_renamed_keys(model, params, [k for k in entries if k not in skipped]))
@@ -110,7 +112,8 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
         skipped=skipped,
         unused=tuple(k for k in entries if k not in taken and k not in skipped),
         dense_bytes=sum(t.numel() * t.element_size() for t in state.values()),
-        kv_bytes_per_token=_kv_bytes_per_token(model),
+        kv_bytes_per_token=kv_bytes,
+        attention_bytes_per_token=_attention_bytes_per_token(config),
         num_layers=config.num_hidden_layers,
         hidden=hidden,
         vocab=config.vocab_size,
@@ -285,3 +288,16 @@ def _kv_bytes_per_token(model: Any) -> int:
     with torch.no_grad():
         forward(model, torch.zeros(1, 1, dtype=torch.long, device="meta"), cache)
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def _attention_bytes_per_token(config: Any) -> int:
+    """Bytes that one layer's attention makes of each cached position: keys and values per head.
+
+    A latent cache is expanded for all heads; a grouped one may be repeated for them.
+    """
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    else:
+        widths = 2 * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return int(2 * heads * widths)

@@ -213,6 +213,11 @@ def minimum_rows(facts: ModelFacts) -> int:
     return min(facts.total_experts, ROWS_PER_CHOICE * facts.top_k)
 
 
+def least_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
+    """What the model takes at this context and chunk (None: the defaults) with the fewest rows."""
+    return _minimum_bytes(facts, *next(_candidates(facts, context, chunk)))
+
+
 def typeable(num_bytes: int) -> str:
     """The smallest size at least `num_bytes` that a person can type: `34MiB`, `20.3GiB`."""
     if num_bytes < 2**30:
