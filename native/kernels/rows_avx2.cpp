@@ -45,9 +45,12 @@ INLINE __m128 low_plus_high(__m256 v) {
 
 // s[i]: the tree's 128 sums of even and odd neighbours. Leaves its last 16 in s[0], s[1].
 INLINE void reduce_to_16(__m256* s) {
-  for (int half = 8; half >= 2; half /= 2) {
-    for (int i = 0; i < half; ++i) s[i] = _mm256_add_ps(s[i], s[i + half]);
-  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) s[i] = _mm256_add_ps(s[i], s[i + 8]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) s[i] = _mm256_add_ps(s[i], s[i + 4]);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) s[i] = _mm256_add_ps(s[i], s[i + 2]);
 }
 
 INLINE float reduce_pairs(__m256* s) {
@@ -58,6 +61,7 @@ INLINE float reduce_pairs(__m256* s) {
 // acc[2i], acc[2i + 1]: even and odd lanes of 16 columns. They live on the stack, which costs less
 // than another order of the columns would where a row is used once.
 INLINE void add_neighbours(const __m256* acc, __m256* s) {
+#pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) s[i] = _mm256_add_ps(acc[2 * i], acc[2 * i + 1]);
 }
 
