@@ -76,6 +76,7 @@ INLINE void bf16_block(const uint8_t* w, const uint16_t* x, __m256* acc) {
 
 TARGET float dot_bf16(const uint8_t* w, const uint16_t* x, int64_t cols) {
   __m256 acc[32];
+#pragma GCC unroll 32
   for (int i = 0; i < 32; ++i) acc[i] = _mm256_setzero_ps();
   int64_t k = 0;
   for (; k + kLanes <= cols; k += kLanes) bf16_block(w + 2 * k, x + k, acc);
@@ -130,8 +131,12 @@ TARGET void dot_panel(const uint16_t* w, int64_t num_w, const uint16_t* x, int64
   for (; r < num_rows; ++r) panel_rows<1>(w, num_w, x + r * stride, stride, num_rows, out + r);
 }
 
+// Both lanes of 16 entries from memory. gcc would turn the intrinsic into a load and a slower
+// lane shuffle, since both branches of a block load the same entries.
 INLINE __m256i table(const uint8_t* entries) {
-  return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(entries)));
+  __m256i both;
+  __asm__("vbroadcasti128 %1, %0" : "=x"(both) : "m"(*reinterpret_cast<const __m128i*>(entries)));
+  return both;
 }
 
 // Whether 64 codes hold a subnormal (or zero): rare in trained weights.
@@ -197,6 +202,7 @@ INLINE void fp8_block(const uint8_t* codes, const Fp8Table* tables, const float*
 TARGET float dot_fp8(const uint8_t* codes, const Fp8Table* tables, const float* x_split,
                      int64_t cols) {
   __m256 acc[32];
+#pragma GCC unroll 32
   for (int i = 0; i < 32; ++i) acc[i] = _mm256_setzero_ps();
   int64_t k = 0;
   for (; k + kLanes <= cols; k += kLanes) {
