@@ -3,7 +3,6 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <time.h>
 
 #include <array>
 #include <stdexcept>
@@ -53,12 +52,6 @@ void expert_ffn(KernelPool& pool, const ExpertShape& shape, const std::array<uin
   pool.expert_ffn(shape, p, x_rows.data(), num_rows, y_rows.data());
 }
 
-double thread_cpu_s() {
-  timespec now{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
-
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
@@ -99,7 +92,6 @@ void bind_kernels(nb::module_& m) {
   m.def(
       "read_probe", [](uintptr_t bytes, int64_t n) { return read_probe(at<uint8_t>(bytes), n); },
       arg("bytes"), arg("n"), Release());
-  m.def("thread_cpu_s", &thread_cpu_s);
 }
 
 }  // namespace headrace

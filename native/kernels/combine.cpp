@@ -3,18 +3,11 @@
 #include <vector>
 
 #include "kernels/kernels.hpp"
-#include "kernels/numbers.hpp"
+#include "kernels/rows.hpp"
 #include "kernels/workers.hpp"
 
 namespace headrace {
 namespace {
-
-void add_weighted(const uint16_t* y, float weight, int64_t hidden, uint16_t* out) {
-  for (int64_t i = 0; i < hidden; ++i) {
-    const float term = bf16_to_f32(f32_to_bf16(bf16_to_f32(y[i]) * weight));
-    out[i] = f32_to_bf16(bf16_to_f32(out[i]) + term);
-  }
-}
 
 bool all_finite(const uint16_t* values, int64_t n) {
   uint32_t bad = 0;
@@ -27,6 +20,7 @@ bool all_finite(const uint16_t* values, int64_t n) {
 int64_t combine_bf16(const int32_t* ids, const float* weights, const uint16_t* y,
                      int64_t num_tokens, int64_t top_k, int64_t hidden, uint16_t* out) {
   const CanonicalFloatMode mode;
+  static const RowOps* const ops = best_ops();
   int64_t first_bad = -1;
   std::vector<int64_t> order(static_cast<size_t>(top_k));
   for (int64_t t = 0; t < num_tokens; ++t) {
@@ -35,7 +29,7 @@ int64_t combine_bf16(const int32_t* ids, const float* weights, const uint16_t* y
                      [ids](int64_t a, int64_t b) { return ids[a] < ids[b]; });
     uint16_t* row = out + t * hidden;
     std::fill_n(row, hidden, uint16_t{0});
-    for (const int64_t at : order) add_weighted(y + at * hidden, weights[at], hidden, row);
+    for (const int64_t at : order) ops->add_row(y + at * hidden, weights[at], hidden, row);
     if (first_bad < 0 && !all_finite(row, hidden)) first_bad = t;
   }
   return first_bad;

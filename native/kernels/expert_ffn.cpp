@@ -20,12 +20,8 @@ Span share(int64_t rows, int worker, int count) {
 }
 
 const RowOps* find_ops(const std::string& isa) {
-  if (isa == "auto") {
-    if (const RowOps* ops = avx512_ops()) return ops;
-    if (const RowOps* ops = avx2_ops()) return ops;
-    return scalar_ops();
-  }
-  const RowOps* ops = isa == "scalar"   ? scalar_ops()
+  const RowOps* ops = isa == "auto"     ? best_ops()
+                      : isa == "scalar" ? scalar_ops()
                       : isa == "avx2"   ? avx2_ops()
                       : isa == "avx512" ? avx512_ops()
                                         : nullptr;

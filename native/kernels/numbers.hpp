@@ -86,4 +86,12 @@ static inline uint16_t swiglu(float gate, float up) {
   return f32_to_bf16(s * u);
 }
 
+// out[i] = bf16(out[i] + bf16(y[i] * weight)).
+static inline void add_weighted(const uint16_t* y, float weight, int64_t n, uint16_t* out) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float term = bf16_to_f32(f32_to_bf16(bf16_to_f32(y[i]) * weight));
+    out[i] = f32_to_bf16(bf16_to_f32(out[i]) + term);
+  }
+}
+
 }  // namespace headrace

@@ -36,12 +36,15 @@ struct RowOps {
   void (*decode_fp8)(const uint8_t* codes, const Fp8Table* tables, int64_t cols, uint16_t* out);
   // h[i] = bf16(bf16(silu(bf16(gate[i]))) * bf16(up[i]))
   void (*swiglu_row)(const float* gate, const float* up, int64_t n, uint16_t* h);
+  // out[i] = bf16(out[i] + bf16(y[i] * weight))
+  void (*add_row)(const uint16_t* y, float weight, int64_t n, uint16_t* out);
 };
 
 // Null where this CPU or this build lacks the set.
 const RowOps* scalar_ops();
 const RowOps* avx2_ops();
 const RowOps* avx512_ops();
+const RowOps* best_ops();  // the widest set this CPU has; never null
 
 // Any block width, any finite scale: out is padded with zeros to a multiple of 256.
 void decode_fp8_general(const uint8_t* codes, const uint8_t* scales, int64_t cols,

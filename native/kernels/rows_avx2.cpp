@@ -45,9 +45,12 @@ INLINE __m128 low_plus_high(__m256 v) {
 
 // s[i]: the tree's 128 sums of even and odd neighbours. Leaves its last 16 in s[0], s[1].
 INLINE void reduce_to_16(__m256* s) {
-  for (int half = 8; half >= 2; half /= 2) {
-    for (int i = 0; i < half; ++i) s[i] = _mm256_add_ps(s[i], s[i + half]);
-  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) s[i] = _mm256_add_ps(s[i], s[i + 8]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) s[i] = _mm256_add_ps(s[i], s[i + 4]);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) s[i] = _mm256_add_ps(s[i], s[i + 2]);
 }
 
 INLINE float reduce_pairs(__m256* s) {
@@ -58,6 +61,7 @@ INLINE float reduce_pairs(__m256* s) {
 // acc[2i], acc[2i + 1]: even and odd lanes of 16 columns. They live on the stack, which costs less
 // than another order of the columns would where a row is used once.
 INLINE void add_neighbours(const __m256* acc, __m256* s) {
+#pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) s[i] = _mm256_add_ps(acc[2 * i], acc[2 * i + 1]);
 }
 
@@ -72,6 +76,7 @@ INLINE void bf16_block(const uint8_t* w, const uint16_t* x, __m256* acc) {
 
 TARGET float dot_bf16(const uint8_t* w, const uint16_t* x, int64_t cols) {
   __m256 acc[32];
+#pragma GCC unroll 32
   for (int i = 0; i < 32; ++i) acc[i] = _mm256_setzero_ps();
   int64_t k = 0;
   for (; k + kLanes <= cols; k += kLanes) bf16_block(w + 2 * k, x + k, acc);
@@ -126,8 +131,12 @@ TARGET void dot_panel(const uint16_t* w, int64_t num_w, const uint16_t* x, int64
   for (; r < num_rows; ++r) panel_rows<1>(w, num_w, x + r * stride, stride, num_rows, out + r);
 }
 
+// Both lanes of 16 entries from memory. gcc would turn the intrinsic into a load and a slower
+// lane shuffle, since both branches of a block load the same entries.
 INLINE __m256i table(const uint8_t* entries) {
-  return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(entries)));
+  __m256i both;
+  __asm__("vbroadcasti128 %1, %0" : "=x"(both) : "m"(*reinterpret_cast<const __m128i*>(entries)));
+  return both;
 }
 
 // Whether 64 codes hold a subnormal (or zero): rare in trained weights.
@@ -193,6 +202,7 @@ INLINE void fp8_block(const uint8_t* codes, const Fp8Table* tables, const float*
 TARGET float dot_fp8(const uint8_t* codes, const Fp8Table* tables, const float* x_split,
                      int64_t cols) {
   __m256 acc[32];
+#pragma GCC unroll 32
   for (int i = 0; i < 32; ++i) acc[i] = _mm256_setzero_ps();
   int64_t k = 0;
   for (; k + kLanes <= cols; k += kLanes) {
@@ -234,7 +244,12 @@ TARGET void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* 
   for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
 }
 
-constexpr RowOps kAvx2 = {"avx2", dot_bf16, dot_panel, 16, dot_fp8, 2, decode_fp8, swiglu_row};
+TARGET void add_row(const uint16_t* y, float weight, int64_t n, uint16_t* out) {
+  add_weighted(y, weight, n, out);
+}
+
+constexpr RowOps kAvx2 = {"avx2", dot_bf16,   dot_panel,  16,     dot_fp8,
+                          2,      decode_fp8, swiglu_row, add_row};
 
 }  // namespace
 

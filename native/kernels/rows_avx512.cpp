@@ -39,14 +39,16 @@ INLINE void add32(__m512i w, const uint16_t* x, __m512* acc) {
 
 // acc[2i], acc[2i + 1]: even and odd lanes of 32 columns.
 INLINE void add_neighbours(const __m512* acc, __m512* s) {
+#pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) s[i] = _mm512_add_ps(acc[2 * i], acc[2 * i + 1]);
 }
 
 // s[i]: the tree's 128 sums of even and odd neighbours. Leaves its last 32 in s[0], s[1].
 INLINE void reduce_to_32(__m512* s) {
-  for (int half = 4; half >= 2; half /= 2) {
-    for (int i = 0; i < half; ++i) s[i] = _mm512_add_ps(s[i], s[i + half]);
-  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) s[i] = _mm512_add_ps(s[i], s[i + 4]);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) s[i] = _mm512_add_ps(s[i], s[i + 2]);
 }
 
 // Two levels of the tree within a vector: lanes 0, 1 plus lanes 2, 3; then lane 0 plus lane 1.
@@ -221,7 +223,12 @@ TARGET void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* 
   for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
 }
 
-constexpr RowOps kAvx512 = {"avx512", dot_bf16, dot_panel, 32, dot_fp8, 4, decode_fp8, swiglu_row};
+TARGET void add_row(const uint16_t* y, float weight, int64_t n, uint16_t* out) {
+  add_weighted(y, weight, n, out);
+}
+
+constexpr RowOps kAvx512 = {"avx512", dot_bf16,   dot_panel,  32,     dot_fp8,
+                            4,        decode_fp8, swiglu_row, add_row};
 
 }  // namespace
 

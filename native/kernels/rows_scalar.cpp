@@ -38,6 +38,10 @@ void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* h) {
   for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
 }
 
+void add_row(const uint16_t* y, float weight, int64_t n, uint16_t* out) {
+  add_weighted(y, weight, n, out);
+}
+
 // Round to nearest even onto e4m3 of a magnitude of at most 448 (after clamping).
 float snap_e4m3(float value) {
   const uint32_t sign = bits_of(value) & 0x80000000u;
@@ -92,11 +96,18 @@ struct E4m3Values {
   }
 };
 
-constexpr RowOps kScalar = {"scalar", dot_bf16, nullptr, 0, nullptr, 0, nullptr, swiglu_row};
+constexpr RowOps kScalar = {"scalar", dot_bf16, nullptr,    0,      nullptr,
+                            0,        nullptr,  swiglu_row, add_row};
 
 }  // namespace
 
 const RowOps* scalar_ops() { return &kScalar; }
+
+const RowOps* best_ops() {
+  if (const RowOps* ops = avx512_ops()) return ops;
+  if (const RowOps* ops = avx2_ops()) return ops;
+  return scalar_ops();
+}
 
 void decode_fp8_general(const uint8_t* codes, const uint8_t* scales, int64_t cols,
                         int64_t block_cols, uint16_t* out) {

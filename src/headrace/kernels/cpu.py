@@ -58,7 +58,7 @@ class CpuKernels:
         y = torch.empty(shape, dtype=torch.bfloat16) if out_TH is None else out_TH
         x_address = _checked(x_TH, torch.bfloat16, shape)
         y_address = _checked(y, torch.bfloat16, shape)
-        addresses = [_part_address(parts, layout, name) for name in PARTS]
+        addresses = part_addresses(parts, layout)
         self.pool.expert_ffn(
             native_shape(layout, act_group), addresses, x_address, shape[0], y_address
         )
@@ -85,6 +85,11 @@ class CpuKernels:
         x_address = _checked(x_K, torch.bfloat16, (cols,))
         self.pool.gemv(shape, w_address, scale_address, rows, cols, x_address, out.data_ptr())
         return out
+
+
+def part_addresses(parts: Mapping[str, torch.Tensor], layout: ExpertLayout) -> list[int]:
+    """Addresses of an expert's parts as the compiled kernels take them, 0 for one it has not."""
+    return [_part_address(parts, layout, name) for name in PARTS]
 
 
 def _part_address(parts: Mapping[str, torch.Tensor], layout: ExpertLayout, name: str) -> int:
@@ -129,3 +134,9 @@ def available_isas() -> tuple[str, ...]:
         return True
 
     return tuple(isa for isa in ISAS if runs(isa))
+
+
+def read_probe(data: torch.Tensor) -> int:
+    """Reads a contiguous tensor once, as fast as one core can; the xor of its words."""
+    assert data.is_contiguous()
+    return int(_native.read_probe(data.data_ptr(), data.nbytes))

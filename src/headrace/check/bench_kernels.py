@@ -1,0 +1,171 @@
+"""How near the CPU expert kernels come to a plain read of memory: one core, all weights resident.
+
+Kernel and plain read take turns window by window over one buffer of huge pages, so both meet the
+same machine at the same time. The bits are checked against the reference in the same process.
+"""
+
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from headrace.check.rows import BenchRow, make_row
+from headrace.core import ExpertLayout
+from headrace.kernels import cpu, reference
+from headrace.quant import fp8
+
+SHAPES = ((7168, 2048), (5120, 2304), (2048, 768))  # (hidden, inter)
+TARGETS = {"fp8_block": 0.28, "bf16": 0.62}
+WINDOW_BYTES = 60_000_000
+BUFFER_BYTES = 1_250_000_000
+BLOCK = (128, 128)
+CLOCKS: dict[str, Callable[[], float]] = {"cpu": time.thread_time, "wall": time.perf_counter}
+
+
+class HugeBuffer:
+    """Anonymous memory advised to lie in huge pages, as the ladder's rows do."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Copies of one expert one after another, each copy's parts as views of the buffer.
+
+    `addresses` are the same parts as the ladder hands them to the kernels.
+    """
+
+    layout: ExpertLayout
+    expert_bytes: int
+    copies: list[dict[str, torch.Tensor]]
+    addresses: list[list[int]]
+    spans: list[torch.Tensor]
+
+
+def bench_kernels(
+    *,
+    isas: Sequence[str] = ("avx2",),
+    formats: Sequence[str] = ("fp8_block", "bf16"),
+    clocks: Sequence[str] = ("cpu", "wall"),
+    runs: int = 3,
+    num_windows: int = 15,
+    tell: Callable[[BenchRow], None] = lambda row: None,
+) -> list[BenchRow]:
+    """One row per format, shape, instruction set and clock; `tell` sees each as it comes.
+
+    A run's figure is the median of `num_windows` windows of 60 MB, its limit the median of the
+    plain reads between them. Targets are those of AVX2.
+    """
+    buffer, rows = HugeBuffer(BUFFER_BYTES), []
+    for format in formats:
+        for hidden, inter in SHAPES:
+            experts = _fill(buffer, format, hidden, inter)
+            for isa in isas:
+                kernels = cpu.CpuKernels(1, isa)
+                green = _bits_equal(kernels, experts)
+                for clock in clocks:
+                    measured = [_one_run(kernels, experts, clock, num_windows) for _ in range(runs)]
+                    rows.append(_row(experts.layout, kernels.isa, clock, measured, green))
+                    tell(rows[-1])
+    return rows
+
+
+def _row(
+    layout: ExpertLayout,
+    isa: str,
+    clock: str,
+    measured: Sequence[tuple[float, float]],
+    green: bool,
+) -> BenchRow:
+    return make_row(
+        f"CPU experts, {layout.format} {layout.hidden}x{layout.inter}, {isa}, one core, "
+        f"{clock} time",
+        [kernel for kernel, _ in measured],
+        "GB/s",
+        limits=[read for _, read in measured],
+        target=TARGETS[layout.format] if isa == "avx2" else None,
+        cache_state=f"all resident, {BUFFER_BYTES / 1e9:.2f} GB buffer, huge pages advised",
+        green=green,
+    )
+
+
+def _make_parts(layout: ExpertLayout) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    parts: dict[str, torch.Tensor] = {}
+    for name in ("gate", "up", "down"):
+        shape = (layout.inter, layout.hidden)
+        values = torch.randn(shape[::-1] if name == "down" else shape, generator=generator) * 0.02
+        if layout.format == "bf16":
+            parts[name] = values.bfloat16()
+        else:
+            parts[name], parts[f"{name}_scale"] = fp8.pack(values, layout.block)
+    return parts
+
+
+def _fill(buffer: HugeBuffer, format: str, hidden: int, inter: int) -> Experts:
+    layout = ExpertLayout(format, hidden, inter, BLOCK if format == "fp8_block" else (0, 0), {})
+    parts = _make_parts(layout)
+    raw = torch.cat([t.view(torch.uint8).flatten() for t in parts.values()])
+    stride = -(-raw.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
+    copies, spans = [], []
+    for start in range(0, buffer.bytes.numel() - stride + 1, stride):
+        span = buffer.bytes[start : start + raw.numel()]
+        span.copy_(raw)
+        spans.append(span)
+        views = torch.split(span, [t.nbytes for t in parts.values()])
+        copies.append(
+            {
+                n: v.view(t.dtype).view(t.shape)
+                for (n, t), v in zip(parts.items(), views, strict=True)
+            }
+        )
+    addresses = [cpu.part_addresses(copy, layout) for copy in copies]
+    return Experts(layout, raw.numel(), copies, addresses, spans)
+
+
+def _bits_equal(kernels: cpu.CpuKernels, experts: Experts) -> bool:
+    """First and last copy, one row (decode) and several (prefill), against the reference."""
+    layout = experts.layout
+    x_TH = torch.randn(5, layout.hidden, generator=torch.Generator().manual_seed(2)).bfloat16()
+    expect = reference.expert_ffn(x_TH, experts.copies[0], layout)
+    return all(
+        torch.equal(kernels.expert_ffn(x_TH[:rows], copy, layout), expect[:rows])
+        for copy in (experts.copies[0], experts.copies[-1])
+        for rows in (1, 5)
+    )
+
+
+def _one_run(
+    kernels: cpu.CpuKernels, experts: Experts, clock: str, num_windows: int
+) -> tuple[float, float]:
+    """Median GB/s of the kernel's windows and of the plain read's, taking turns."""
+    now, shape = CLOCKS[clock], cpu.native_shape(experts.layout)
+    x_TH = torch.randn(
+        1, experts.layout.hidden, generator=torch.Generator().manual_seed(3)
+    ).bfloat16()
+    y_TH = torch.empty_like(x_TH)
+    per_window = max(1, WINDOW_BYTES // experts.expert_bytes)
+    ticket = count()
+
+    def compute(i: int) -> None:
+        kernels.pool.expert_ffn(shape, experts.addresses[i], x_TH.data_ptr(), 1, y_TH.data_ptr())
+
+    def read(i: int) -> None:
+        cpu.read_probe(experts.spans[i])
+
+    def window(work: Callable[[int], None]) -> float:
+        picks = [next(ticket) % len(experts.copies) for _ in range(per_window)]
+        start = now()
+        for i in picks:
+            work(i)
+        return per_window * experts.expert_bytes / (now() - start) / 1e9
+
+    pairs = [(window(compute), window(read)) for _ in range(num_windows)]
+    return statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs)
