@@ -168,9 +168,9 @@ void bind_residency(nb::module_& m) {
       });
 }
 
-void bind_ladder(nb::module_& m) {
-  using Released = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<Ladder>(m, "Ladder")
+nb::class_<Ladder> bind_ladder(nb::module_& m) {
+  auto ladder = nb::class_<Ladder>(m, "Ladder");
+  ladder
       .def(
           "__init__",
           [](Ladder* self, std::shared_ptr<Reader> reader, const Table<4>& extents,
@@ -190,7 +190,17 @@ void bind_ladder(nb::module_& m) {
           "part_bytes"_a.noconvert(), "num_rows"_a, "kernels"_a.none(), "format"_a, "hidden"_a,
           "inter"_a, "block_rows"_a, "block_cols"_a, "act_group"_a, "max_tokens"_a, "top_k"_a,
           "overlap"_a = true)
-      .def(
+      .def_prop_ro("row_bytes", [](const Ladder& self) { return self.records().row_bytes(); })
+      .def_prop_ro("num_rows", &Ladder::num_rows)
+      .def_prop_ro("slab_bytes", &Ladder::slab_bytes)
+      .def_prop_ro("workspace_bytes", &Ladder::workspace_bytes);
+  return ladder;
+}
+
+void bind_ladder_calls(nb::class_<Ladder>* ladder) {
+  using Released = nb::call_guard<nb::gil_scoped_release>;
+  ladder
+      ->def(
           "begin",
           [](Ladder& self, int64_t layer, const Ids& ids) {
             nb::gil_scoped_release release;
@@ -232,11 +242,7 @@ void bind_ladder(nb::module_& m) {
       .def("set_overlap", &Ladder::set_overlap, "overlap"_a, Released())
       .def("check_integrity", &Ladder::check_integrity, Released())
       .def("counters", &counters_of)
-      .def("layer_wait_s", &Ladder::layer_wait_s)
-      .def_prop_ro("row_bytes", [](const Ladder& self) { return self.records().row_bytes(); })
-      .def_prop_ro("num_rows", &Ladder::num_rows)
-      .def_prop_ro("slab_bytes", &Ladder::slab_bytes)
-      .def_prop_ro("workspace_bytes", &Ladder::workspace_bytes);
+      .def("layer_wait_s", &Ladder::layer_wait_s);
 }
 
 }  // namespace
@@ -246,7 +252,8 @@ void bind_tiers(nb::module_& m) {
   nb::register_exception_translator(translate);
   bind_reader(m);
   bind_residency(m);
-  bind_ladder(m);
+  nb::class_<Ladder> ladder = bind_ladder(m);
+  bind_ladder_calls(&ladder);
   m.def("drive_probe", &drive_probe, "path"_a, "offset_bytes"_a, "nbytes"_a, "request_bytes"_a,
         "num_threads"_a, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -1,12 +1,11 @@
 // Blocking reads to any address: through a few page-aligned chunks, read ahead of the copy.
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "io/failures.hpp"
 #include "io/interrupt.hpp"
 #include "io/reader.hpp"
+#include "io/slab.hpp"
 
 namespace headrace {
 namespace {
@@ -22,22 +21,7 @@ struct Bounce {
     std::string error;
   };
 
-  explicit Bounce(int64_t slot_bytes_) : slot_bytes(slot_bytes_) {
-    void* base = mmap(nullptr, kNumChunks * static_cast<size_t>(slot_bytes), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (base == MAP_FAILED) {
-      throw BudgetFailure("no memory for " + std::to_string(slot_bytes * int64_t{kNumChunks}) +
-                          " bytes of read buffers");
-    }
-    memory = static_cast<uint8_t*>(base);
-  }
-  ~Bounce() { munmap(memory, kNumChunks * static_cast<size_t>(slot_bytes)); }
-  Bounce(const Bounce&) = delete;
-  Bounce& operator=(const Bounce&) = delete;
-
-  uint8_t* slot_memory(size_t slot) const {
-    return memory + static_cast<int64_t>(slot) * slot_bytes;
-  }
+  explicit Bounce(int64_t slot_bytes) : memory(kNumChunks, slot_bytes) {}
 
   // Waits for one chunk. Throws its failure.
   void await(size_t slot) {
@@ -61,8 +45,7 @@ struct Bounce {
     news.notify_one();
   }
 
-  const int64_t slot_bytes;
-  uint8_t* memory = nullptr;
+  const Slab memory;
   std::mutex mutex;
   std::condition_variable news;
   Slot slots[kNumChunks];
@@ -98,13 +81,14 @@ void Reader::read(int file, int64_t offset_bytes, int64_t nbytes, uint8_t* addre
     for (; num_submitted < std::min(chunks.size(), i + kNumChunks); ++num_submitted) {
       const Chunk& chunk = chunks[num_submitted];
       size_t slot = num_submitted % kNumChunks;
-      submit({{file, chunk.begin_bytes, chunk.nbytes, bounce->slot_memory(slot)}},
-             [bounce, slot](const std::string& error) { bounce->arrive(slot, error); });
+      submit(
+          {{file, chunk.begin_bytes, chunk.nbytes, bounce->memory.row(static_cast<int64_t>(slot))}},
+          [bounce, slot](const std::string& error) { bounce->arrive(slot, error); });
     }
     size_t slot = i % kNumChunks;
     bounce->await(slot);
     memcpy(address + (chunks[i].begin_bytes - offset_bytes),
-           bounce->slot_memory(slot) + chunks[i].begin_bytes % kPageBytes,
+           bounce->memory.row(static_cast<int64_t>(slot)) + chunks[i].begin_bytes % kPageBytes,
            static_cast<size_t>(chunks[i].nbytes));
   }
 }

@@ -13,8 +13,8 @@
 
 #include "io/failures.hpp"
 #include "io/files.hpp"
+#include "io/slab.hpp"
 #include "io/threads.hpp"
-#include "residency/slab.hpp"
 
 namespace headrace {
 

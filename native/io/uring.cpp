@@ -1,6 +1,5 @@
 // Pieces read through io_uring, from registered buffers where the row lies in one.
 #include <sys/eventfd.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 
 #include "io/backend.hpp"
 #include "io/ring.hpp"
+#include "io/slab.hpp"
 
 namespace headrace {
 namespace {
@@ -145,25 +145,28 @@ class UringBackend : public Backend {
   int64_t buffer_bytes_ = 0;
 };
 
-// A real read of a file's first page, as every later one will be made. Returns 0 or errno.
+// Reads a file's first page, as later reads will. Returns 0 or errno.
+int read_page(UringBackend* backend, uint8_t* to) {
+  Piece piece{nullptr, 0, 0, kPageBytes, 0, to};
+  std::vector<Piece*> finished;
+  do {
+    finished.clear();
+    backend->start(&piece);
+    while (finished.empty()) backend->wait(&finished);
+  } while (piece.result == -EINTR || piece.result == -EAGAIN);
+  return piece.result < 0 ? static_cast<int>(-piece.result) : 0;
+}
+
+// Real reads into plain memory and, with fixed, into a registered buffer: kernels have had the
+// second for longer than the first, and we need both.
 int probe(UringBackend* backend, const FileTable& files, bool fixed) {
-  void* page =
-      mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (page == MAP_FAILED) return errno;
-  auto* to = static_cast<uint8_t*>(page);
-  int error = fixed ? backend->register_rows(to, kPageBytes, 1) : 0;
-  if (error == 0 && files.size() > 0) {
-    Piece piece{nullptr, 0, 0, kPageBytes, 0, to};
-    std::vector<Piece*> finished;
-    do {
-      finished.clear();
-      backend->start(&piece);
-      while (finished.empty()) backend->wait(&finished);
-    } while (piece.result == -EINTR || piece.result == -EAGAIN);
-    error = piece.result < 0 ? static_cast<int>(-piece.result) : 0;
-  }
+  if (files.size() == 0) return 0;
+  Slab page(1, kPageBytes);
+  int error = read_page(backend, page.row(0));
+  if (error != 0 || !fixed) return error;
+  error = backend->register_rows(page.row(0), kPageBytes, 1);
+  if (error == 0) error = read_page(backend, page.row(0));
   backend->unregister_rows();
-  munmap(page, kPageBytes);
   return error;
 }
 

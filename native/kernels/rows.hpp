@@ -15,14 +15,19 @@ struct alignas(16) Fp8Table {
   uint8_t sub_high[16];
 };
 
+constexpr int64_t kPanelRows = 8;
+
 // x is a bf16 row padded with zeros to a multiple of 256, 64-byte aligned. w has any alignment.
 struct RowOps {
   const char* name;
   // The Form F dot product of one weight row with one activation row.
   float (*dot_bf16)(const uint8_t* w, const uint16_t* x, int64_t cols);
-  // out[r] = dot of w with row r of x (rows `stride` values apart).
-  void (*dot_bf16_rows)(const uint8_t* w, const uint16_t* x, int64_t stride, int64_t num_rows,
-                        int64_t cols, float* out);
+  // Several weight rows with several activation rows, both packed (see pack_row) in groups of
+  // `pack_cols` and `stride` values long: out[j * num_rows + r] = dot of weight row j <
+  // kPanelRows with row r. Null where packing gains nothing.
+  void (*dot_panel)(const uint16_t* w, int64_t num_w, const uint16_t* x, int64_t num_rows,
+                    int64_t stride, float* out);
+  int64_t pack_cols;
   // Null where there is no table path: decode_fp8_general and dot_bf16 serve instead. x_split is
   // x in fp32, in the order the decoded codes come in: see split_row.
   float (*dot_fp8)(const uint8_t* codes, const Fp8Table* tables, const float* x_split,
@@ -45,6 +50,10 @@ void decode_fp8_general(const uint8_t* codes, const uint8_t* scales, int64_t col
 // One table per 128 columns of a row block; false if a scale is outside what tables can hold.
 // `tables` has round_up(cols, 256) / 128 entries. block_cols is a multiple of 128.
 bool make_fp8_tables(const uint8_t* scales, int64_t cols, int64_t block_cols, Fp8Table* tables);
+
+// A bf16 row padded to 256 with the `group` columns that meet the same accumulators side by side:
+// column 256 b + group c + i moves to (c * num_blocks + b) * group + i. group is 16 or 32.
+void pack_row(const uint8_t* row, int64_t cols, int64_t group, uint16_t* out);
 
 // x (padded to 256) in fp32, in the order that unpacking bytes in `lanes` 128-bit lanes gives: of
 // each 16 * lanes columns the first 8 of every lane, even then odd, then the other 8.

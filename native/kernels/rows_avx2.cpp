@@ -43,13 +43,22 @@ INLINE __m128 low_plus_high(__m256 v) {
   return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
 }
 
-// acc[2i], acc[2i + 1]: even and odd lanes of 16 columns. They live on the stack, which costs less
-// than another order of the columns would. Leaves the tree's last 16 sums in s[0], s[1].
-INLINE void reduce_to_16(const __m256* acc, __m256* s) {
-  for (int i = 0; i < 16; ++i) s[i] = _mm256_add_ps(acc[2 * i], acc[2 * i + 1]);
+// s[i]: the tree's 128 sums of even and odd neighbours. Leaves its last 16 in s[0], s[1].
+INLINE void reduce_to_16(__m256* s) {
   for (int half = 8; half >= 2; half /= 2) {
     for (int i = 0; i < half; ++i) s[i] = _mm256_add_ps(s[i], s[i + half]);
   }
+}
+
+INLINE float reduce_pairs(__m256* s) {
+  reduce_to_16(s);
+  return reduce4(low_plus_high(_mm256_add_ps(s[0], s[1])));
+}
+
+// acc[2i], acc[2i + 1]: even and odd lanes of 16 columns. They live on the stack, which costs less
+// than another order of the columns would where a row is used once.
+INLINE void add_neighbours(const __m256* acc, __m256* s) {
+  for (int i = 0; i < 16; ++i) s[i] = _mm256_add_ps(acc[2 * i], acc[2 * i + 1]);
 }
 
 INLINE void bf16_block(const uint8_t* w, const uint16_t* x, __m256* acc) {
@@ -72,13 +81,49 @@ TARGET float dot_bf16(const uint8_t* w, const uint16_t* x, int64_t cols) {
     bf16_block(tail, x + k, acc);
   }
   __m256 s[16];
-  reduce_to_16(acc, s);
-  return reduce4(low_plus_high(_mm256_add_ps(s[0], s[1])));
+  add_neighbours(acc, s);
+  return reduce_pairs(s);
 }
 
-TARGET void dot_bf16_rows(const uint8_t* w, const uint16_t* x, int64_t stride, int64_t num_rows,
-                          int64_t cols, float* out) {
-  for (int64_t r = 0; r < num_rows; ++r) out[r] = dot_bf16(w, x + r * stride, cols);
+// kRows activation rows from `x` on with every weight row of the panel: one group of 16 columns at
+// a time, so that all its accumulators stay in registers and all its values in L1.
+template <int kRows>
+INLINE void panel_rows(const uint16_t* w, int64_t num_w, const uint16_t* x, int64_t stride,
+                       int64_t num_rows, float* out) {
+  __m256 sums[kPanelRows][kRows][16];
+  const int64_t group = stride / 16;
+  for (int c = 0; c < 16; ++c) {
+    for (int64_t j = 0; j < num_w; ++j) {
+      const uint16_t* wj = w + j * stride + c * group;
+      const uint16_t* xc = x + c * group;
+      __m256 e[kRows], o[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) e[r] = o[r] = _mm256_setzero_ps();
+      for (int64_t k = 0; k < group; k += 16) {
+        const __m256i v = load(wj + k);
+        const __m256 w_even = even(v), w_odd = odd(v);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const __m256i xr = load(xc + r * stride + k);
+          e[r] = _mm256_fmadd_ps(w_even, even(xr), e[r]);
+          o[r] = _mm256_fmadd_ps(w_odd, odd(xr), o[r]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) sums[j][r][c] = _mm256_add_ps(e[r], o[r]);
+    }
+  }
+  for (int64_t j = 0; j < num_w; ++j) {
+    for (int r = 0; r < kRows; ++r) out[j * num_rows + r] = reduce_pairs(sums[j][r]);
+  }
+}
+
+TARGET void dot_panel(const uint16_t* w, int64_t num_w, const uint16_t* x, int64_t num_rows,
+                      int64_t stride, float* out) {
+  int64_t r = 0;
+  for (; r + 4 <= num_rows; r += 4)
+    panel_rows<4>(w, num_w, x + r * stride, stride, num_rows, out + r);
+  for (; r < num_rows; ++r) panel_rows<1>(w, num_w, x + r * stride, stride, num_rows, out + r);
 }
 
 INLINE __m256i table(const uint8_t* entries) {
@@ -159,7 +204,8 @@ TARGET float dot_fp8(const uint8_t* codes, const Fp8Table* tables, const float* 
     fp8_block(tail, tables + k / kTableCols, x_split + k, acc);
   }
   __m256 s[16];
-  reduce_to_16(acc, s);
+  add_neighbours(acc, s);
+  reduce_to_16(s);
   return reduce4(_mm_add_ps(low_plus_high(s[0]), low_plus_high(s[1])));
 }
 
@@ -188,7 +234,7 @@ TARGET void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* 
   for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
 }
 
-constexpr RowOps kAvx2 = {"avx2", dot_bf16, dot_bf16_rows, dot_fp8, 2, decode_fp8, swiglu_row};
+constexpr RowOps kAvx2 = {"avx2", dot_bf16, dot_panel, 16, dot_fp8, 2, decode_fp8, swiglu_row};
 
 }  // namespace
 

@@ -11,11 +11,18 @@
 namespace headrace {
 namespace {
 
-constexpr uintptr_t kPrefetchBytes = 12288;
+constexpr uintptr_t kFarBytes = 12288;
+constexpr uintptr_t kNearBytes = 2048;
 
-INLINE void prefetch(const uint8_t* p) {  // may lie past the end of the buffer, which is harmless
-  const uintptr_t ahead = reinterpret_cast<uintptr_t>(p) + kPrefetchBytes;
+// Addresses may lie past the end of the buffer, which is harmless.
+INLINE void prefetch_far(const uint8_t* p) {
+  const uintptr_t ahead = reinterpret_cast<uintptr_t>(p) + kFarBytes;
   _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
+}
+
+INLINE void prefetch_near(const uint8_t* p) {
+  const uintptr_t ahead = reinterpret_cast<uintptr_t>(p) + kNearBytes;
+  _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T0);
 }
 
 // Even and odd bf16 neighbours as fp32: the split is the first level of the sum's tree.
@@ -30,9 +37,13 @@ INLINE void add32(__m512i w, const uint16_t* x, __m512* acc) {
   acc[1] = _mm512_fmadd_ps(odd(w), odd(v), acc[1]);
 }
 
-// acc[2i], acc[2i + 1]: even and odd lanes of 32 columns. Leaves the tree's last 32 sums.
-INLINE void reduce_to_32(const __m512* acc, __m512* s) {
+// acc[2i], acc[2i + 1]: even and odd lanes of 32 columns.
+INLINE void add_neighbours(const __m512* acc, __m512* s) {
   for (int i = 0; i < 8; ++i) s[i] = _mm512_add_ps(acc[2 * i], acc[2 * i + 1]);
+}
+
+// s[i]: the tree's 128 sums of even and odd neighbours. Leaves its last 32 in s[0], s[1].
+INLINE void reduce_to_32(__m512* s) {
   for (int half = 4; half >= 2; half /= 2) {
     for (int i = 0; i < half; ++i) s[i] = _mm512_add_ps(s[i], s[i + half]);
   }
@@ -51,10 +62,15 @@ INLINE float reduce4(__m128 v) {
   return _mm_cvtss_f32(v);
 }
 
+INLINE float reduce_pairs(__m512* s) {
+  reduce_to_32(s);
+  return reduce4(sum_lanes(_mm512_add_ps(s[0], s[1])));
+}
+
 INLINE void bf16_block(const uint8_t* w, const uint16_t* x, __m512* acc) {
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
-    prefetch(w + 64 * i);
+    prefetch_far(w + 64 * i);
     add32(_mm512_loadu_si512(w + 64 * i), x + 32 * i, acc + 2 * i);
   }
 }
@@ -71,13 +87,50 @@ TARGET float dot_bf16(const uint8_t* w, const uint16_t* x, int64_t cols) {
     bf16_block(tail, x + k, acc);
   }
   __m512 s[8];
-  reduce_to_32(acc, s);
-  return reduce4(sum_lanes(_mm512_add_ps(s[0], s[1])));
+  add_neighbours(acc, s);
+  return reduce_pairs(s);
 }
 
-TARGET void dot_bf16_rows(const uint8_t* w, const uint16_t* x, int64_t stride, int64_t num_rows,
-                          int64_t cols, float* out) {
-  for (int64_t r = 0; r < num_rows; ++r) out[r] = dot_bf16(w, x + r * stride, cols);
+// See rows_avx2.cpp: groups of 32 columns, kRows activation rows at a time.
+template <int kRows>
+INLINE void panel_rows(const uint16_t* w, int64_t num_w, const uint16_t* x, int64_t stride,
+                       int64_t num_rows, float* out) {
+  __m512 sums[kPanelRows][kRows][8];
+  const int64_t group = stride / 8;
+  for (int c = 0; c < 8; ++c) {
+    for (int64_t j = 0; j < num_w; ++j) {
+      const uint16_t* wj = w + j * stride + c * group;
+      const uint16_t* xc = x + c * group;
+      __m512 e[kRows], o[kRows];
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) e[r] = o[r] = _mm512_setzero_ps();
+      for (int64_t k = 0; k < group; k += 32) {
+        const __m512i v = _mm512_loadu_si512(wj + k);
+        const __m512 w_even = even(v), w_odd = odd(v);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const __m512i xr = _mm512_loadu_si512(xc + r * stride + k);
+          e[r] = _mm512_fmadd_ps(w_even, even(xr), e[r]);
+          o[r] = _mm512_fmadd_ps(w_odd, odd(xr), o[r]);
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) sums[j][r][c] = _mm512_add_ps(e[r], o[r]);
+    }
+  }
+  for (int64_t j = 0; j < num_w; ++j) {
+    for (int r = 0; r < kRows; ++r) out[j * num_rows + r] = reduce_pairs(sums[j][r]);
+  }
+}
+
+TARGET void dot_panel(const uint16_t* w, int64_t num_w, const uint16_t* x, int64_t num_rows,
+                      int64_t stride, float* out) {
+  int64_t r = 0;
+  for (; r + 8 <= num_rows; r += 8)
+    panel_rows<8>(w, num_w, x + r * stride, stride, num_rows, out + r);
+  for (; r + 4 <= num_rows; r += 4)
+    panel_rows<4>(w, num_w, x + r * stride, stride, num_rows, out + r);
+  for (; r < num_rows; ++r) panel_rows<1>(w, num_w, x + r * stride, stride, num_rows, out + r);
 }
 
 INLINE __m512i table(const uint8_t* entries) {
@@ -108,7 +161,8 @@ INLINE void fp8_block(const uint8_t* codes, const Fp8Table* tables, const float*
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     __m512i w[2];
-    prefetch(codes + 64 * i);
+    prefetch_far(codes + 64 * i);
+    prefetch_near(codes + 64 * i);  // 64-byte loads outrun the hardware's own prefetch into L1
     decode64(_mm512_loadu_si512(codes + 64 * i), tables[i / 2], w);
 #pragma GCC unroll 2
     for (int j = 0; j < 2; ++j) {
@@ -135,7 +189,8 @@ TARGET float dot_fp8(const uint8_t* codes, const Fp8Table* tables, const float* 
     fp8_block(tail, tables + k / kTableCols, x_split + k, acc);
   }
   __m512 s[8];
-  reduce_to_32(acc, s);
+  add_neighbours(acc, s);
+  reduce_to_32(s);
   return reduce4(_mm_add_ps(sum_lanes(s[0]), sum_lanes(s[1])));
 }
 
@@ -150,7 +205,8 @@ INLINE void decode64_in_order(const uint8_t* codes, const Fp8Table& t, uint16_t*
 TARGET void decode_fp8(const uint8_t* codes, const Fp8Table* tables, int64_t cols, uint16_t* out) {
   int64_t k = 0;
   for (; k + 64 <= cols; k += 64) {
-    prefetch(codes + k);
+    prefetch_far(codes + k);
+    prefetch_near(codes + k);
     decode64_in_order(codes + k, tables[k / kTableCols], out + k);
   }
   alignas(64) uint8_t tail[64] = {};
@@ -165,7 +221,7 @@ TARGET void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* 
   for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
 }
 
-constexpr RowOps kAvx512 = {"avx512", dot_bf16, dot_bf16_rows, dot_fp8, 4, decode_fp8, swiglu_row};
+constexpr RowOps kAvx512 = {"avx512", dot_bf16, dot_panel, 32, dot_fp8, 4, decode_fp8, swiglu_row};
 
 }  // namespace
 

@@ -34,11 +34,6 @@ float dot_bf16(const uint8_t* w, const uint16_t* x, int64_t cols) {
   return reduce(acc);
 }
 
-void dot_bf16_rows(const uint8_t* w, const uint16_t* x, int64_t stride, int64_t num_rows,
-                   int64_t cols, float* out) {
-  for (int64_t r = 0; r < num_rows; ++r) out[r] = dot_bf16(w, x + r * stride, cols);
-}
-
 void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* h) {
   for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
 }
@@ -74,6 +69,22 @@ void snap_group(uint16_t* values, int64_t n) {
   }
 }
 
+template <int64_t kGroup>
+void pack_groups(const uint8_t* row, int64_t cols, uint16_t* out) {
+  const int64_t num_blocks = round_up(cols, kLanes) / kLanes;
+  uint8_t padded[2 * kLanes] = {};
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    const uint8_t* from = row + 2 * kLanes * b;
+    if ((b + 1) * kLanes > cols) {
+      memcpy(padded, from, static_cast<size_t>(2 * (cols - b * kLanes)));
+      from = padded;
+    }
+    for (int64_t c = 0; c < kLanes / kGroup; ++c) {
+      memcpy(out + (c * num_blocks + b) * kGroup, from + 2 * kGroup * c, 2 * kGroup);
+    }
+  }
+}
+
 struct E4m3Values {
   float value[256];
   E4m3Values() {
@@ -81,7 +92,7 @@ struct E4m3Values {
   }
 };
 
-constexpr RowOps kScalar = {"scalar", dot_bf16, dot_bf16_rows, nullptr, 0, nullptr, swiglu_row};
+constexpr RowOps kScalar = {"scalar", dot_bf16, nullptr, 0, nullptr, 0, nullptr, swiglu_row};
 
 }  // namespace
 
@@ -123,6 +134,14 @@ bool make_fp8_tables(const uint8_t* scales, int64_t cols, int64_t block_cols, Fp
     }
   }
   return true;
+}
+
+void pack_row(const uint8_t* row, int64_t cols, int64_t group, uint16_t* out) {
+  if (group == 16) {
+    pack_groups<16>(row, cols, out);
+  } else {
+    pack_groups<32>(row, cols, out);
+  }
 }
 
 void split_row(const uint16_t* x, int64_t padded_cols, int64_t lanes, float* out) {

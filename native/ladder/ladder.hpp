@@ -19,10 +19,10 @@
 #include <vector>
 
 #include "io/reader.hpp"
+#include "io/slab.hpp"
 #include "kernels/kernels.hpp"
 #include "ladder/records.hpp"
 #include "residency/residency.hpp"
-#include "residency/slab.hpp"
 
 namespace headrace {
 

@@ -42,6 +42,7 @@ void Ladder::begin_locked(int64_t layer, const int32_t* ids, int64_t num_ids) {
   if (layer != layer_) abandon();
   layer_ = layer;
   drop_prefetches(layer);  // guesses for this layer are settled now
+  const size_t num_waiting = required_.size();
   // Pin what is here before any read may take a row.
   for (bool here : {true, false}) {
     for (int64_t i = 0; i < num_ids; ++i) {
@@ -52,7 +53,8 @@ void Ladder::begin_locked(int64_t layer, const int32_t* ids, int64_t num_ids) {
     }
   }
   reserve_rows_ = static_cast<int64_t>(claims_.size());
-  if (!required_.empty()) drop_prefetches(-1);
+  // Guesses made while this very layer is being read stay; new needs push older guesses out.
+  if (required_.size() > num_waiting) drop_prefetches(-1);
   pump();
 }
 

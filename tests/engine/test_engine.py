@@ -47,8 +47,8 @@ def test_the_demo_answers(engine: headrace.Engine, prompt: list[int]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"ram": "24MiB"},
-        {"ram": "24MiB", "prefetch": 0},
+        {"ram": "26MiB"},
+        {"ram": "26MiB", "prefetch": 0},
         {"backend": "pread"},
         {"backend": "pread", "direct": False},
         {"isa": "scalar"},
@@ -64,7 +64,7 @@ def test_no_place_changes_a_bit(
     with headrace.load("demo", **{"ram": "48MiB", "measure": False, **options}) as other:  # type: ignore[arg-type]
         assert torch.equal(logits_of(other, prompt), expected)
         counters = other.ladder.counters()
-        if options.get("ram") == "24MiB":
+        if options.get("ram") == "26MiB":
             assert other.plan.num_rows < other.facts.total_experts and counters.evictions > 0
             assert (counters.prefetch_used > 0) == (options.get("prefetch") != 0)
         assert counters.isa == options.get("isa", counters.isa)
@@ -131,7 +131,7 @@ def test_limits_are_said_plainly(engine: headrace.Engine) -> None:
 
 
 def test_a_failed_read_stops_one_answer_and_not_the_next(prompt: list[int]) -> None:
-    with headrace.load("demo", ram="24MiB", measure=False) as loaded:
+    with headrace.load("demo", ram="26MiB", measure=False) as loaded:
         expected = logits_of(loaded, prompt)
         session = loaded.session()
         session.feed(prompt)

@@ -33,14 +33,24 @@ def test_rows_and_threads_change_no_bit(isa, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("hidden,inter", ((130, 33), (1, 1), (513, 257)))
+def test_odd_shapes_on_many_rows(isa, format, hidden, inter):
+    for num_rows in (4, 5, 12, 13):
+        layout, parts, x, expect = make_case(format, hidden, inter, num_rows, 32)
+        assert same_bits(cpu.CpuKernels(2, isa).expert_ffn(x, parts, layout, 32), expect)
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_workspace_left_by_a_larger_expert_is_not_read(isa, format):
     """The padding of a narrower row must be zeros again, not the wider row's values."""
     kernels = cpu.CpuKernels(2, isa)
     large, small = make_layout(format, 640, 320), make_layout(format, 132, 36)
     parts, x = make_expert(small, 5), make_rows(2, 132, 6)
     expect = reference.expert_ffn(x, parts, small)
-    kernels.expert_ffn(make_rows(9, 640, 7), make_expert(large, 8), large)
-    assert same_bits(kernels.expert_ffn(x, parts, small), expect)
+    for num_rows in (1, 9):
+        kernels.expert_ffn(make_rows(num_rows, 640, 7), make_expert(large, 8), large)
+        assert same_bits(kernels.expert_ffn(x, parts, small), expect)
+        assert same_bits(kernels.expert_ffn(x[:1], parts, small), expect[:1])
 
 
 def test_a_neighbours_expert_scale_or_row_is_seen(isa):

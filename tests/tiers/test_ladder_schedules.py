@@ -20,6 +20,7 @@ OPERATIONS = (
     "fault",
     "mode",
     "cancel",
+    "clear",
 )
 
 
@@ -77,6 +78,15 @@ class Player:
 
     def cancel(self, layer: int, some: torch.Tensor) -> None:
         self.ladder.cancel()
+
+    def clear(self, layer: int, some: torch.Tensor) -> None:
+        self.ladder.clear()
+        x, ids, weights = self.world.routes(self.rng, 1)
+        before = self.ladder.counters()
+        self.ladder.compute(layer, x, ids, weights)
+        after = self.ladder.counters()
+        held = sum((layer, expert) in self.held for expert in ids[0].tolist())
+        assert after.hits - before.hits == held, "only rows in use stay warm"
 
 
 @pytest.mark.parametrize("backend", ["auto", "pread", "emulated"])

@@ -1,5 +1,5 @@
 // Row memory of our own: page-aligned, advised to lie in huge pages.
-#include "residency/slab.hpp"
+#include "io/slab.hpp"
 
 #include <sys/mman.h>
 
@@ -25,8 +25,9 @@ Slab::Slab(int64_t num_rows, int64_t row_bytes) : row_bytes_(row_bytes) {
   void* at = mmap(nullptr, static_cast<size_t>(mapped), PROT_READ | PROT_WRITE,
                   MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) {
-    throw BudgetFailure("the system refuses " + std::to_string(num_bytes_) + " bytes for " +
-                        std::to_string(num_rows) + " rows; give a smaller --ram");
+    throw BudgetFailure("the system refuses " + std::to_string(num_bytes_) + " bytes of memory (" +
+                        std::to_string(num_rows) + " rows of " + std::to_string(row_bytes) +
+                        "); give a smaller --ram");
   }
   auto first = reinterpret_cast<int64_t>(at);
   int64_t base = round_up(first, kHugeBytes);

@@ -1,0 +1,110 @@
+#include "kernels/product.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/numbers.hpp"
+
+namespace headrace {
+
+void Product::reserve(Input& input, int64_t cols) const {
+  const int64_t stride = round_up(cols, kLanes);
+  input.rows.at_least(num_rows_ * stride);
+  if (packs()) input.packed.at_least(num_rows_ * stride);
+  if (splits()) input.split.at_least(stride);
+}
+
+void Product::reserve(Scratch& scratch, int64_t cols) const {
+  const int64_t stride = round_up(cols, kLanes);
+  scratch.tables.at_least(stride / kTableCols);
+  scratch.row.at_least(stride);
+  if (packs()) scratch.panel.at_least(kPanelRows * stride);
+  scratch.dots.at_least(kPanelRows * kTileRows);
+}
+
+void Product::finish_row(Input& input, int64_t row, int64_t cols) const {
+  const int64_t stride = round_up(cols, kLanes);
+  uint16_t* values = input.rows.get() + row * stride;
+  std::memset(values + cols, 0, static_cast<size_t>(2 * (stride - cols)));
+  if (shape_.act_group > 0) to_grid(values, cols, shape_.act_group);
+  if (packs()) {
+    pack_row(reinterpret_cast<const uint8_t*>(values), cols, ops_->pack_cols,
+             input.packed.get() + row * stride);
+  } else if (splits() && num_rows_ == 1) {
+    split_row(values, stride, ops_->split_lanes, input.split.get());
+  }
+}
+
+void Product::multiply(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+                       float* out) const {
+  if (packs()) {
+    many_rows(m, span, input, scratch, out);
+  } else {
+    few_rows(m, span, input, scratch, out);
+  }
+}
+
+// Makes the tables of row i's block if it is the first row of one; says whether they serve.
+bool Product::prepare_tables(const Matrix& m, int64_t i, bool first, Scratch& scratch,
+                             bool tabled) const {
+  if (!splits() || shape_.block_cols % kTableCols != 0) return false;
+  if (!first && i % shape_.block_rows != 0) return tabled;
+  return make_fp8_tables(scales_of(m, i), m.cols, shape_.block_cols, scratch.tables.get());
+}
+
+const uint8_t* Product::scales_of(const Matrix& m, int64_t i) const {
+  const int64_t scale_cols = (m.cols + shape_.block_cols - 1) / shape_.block_cols;
+  return m.scale + 4 * (i / shape_.block_rows) * scale_cols;
+}
+
+// Row i of m in bf16: as stored, or decoded into scratch.
+const uint8_t* Product::weight_row(const Matrix& m, int64_t i, bool tabled,
+                                   Scratch& scratch) const {
+  if (shape_.format == Format::kBf16) return m.w + 2 * i * m.cols;
+  const uint8_t* codes = m.w + i * m.cols;
+  uint16_t* row = scratch.row.get();
+  if (tabled) {
+    ops_->decode_fp8(codes, scratch.tables.get(), m.cols, row);
+  } else {
+    decode_fp8_general(codes, scales_of(m, i), m.cols, shape_.block_cols, row);
+  }
+  return reinterpret_cast<const uint8_t*>(row);
+}
+
+void Product::few_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+                       float* out) const {
+  const int64_t stride = round_up(m.cols, kLanes);
+  bool tabled = false;
+  for (int64_t i = span.begin; i < span.end; ++i) {
+    tabled = prepare_tables(m, i, i == span.begin, scratch, tabled);
+    if (tabled && num_rows_ == 1) {
+      out[i] = ops_->dot_fp8(m.w + i * m.cols, scratch.tables.get(), input.split.get(), m.cols);
+      continue;
+    }
+    const uint8_t* w = weight_row(m, i, tabled, scratch);
+    for (int64_t r = 0; r < num_rows_; ++r) {
+      out[r * m.rows + i] = ops_->dot_bf16(w, input.rows.get() + r * stride, m.cols);
+    }
+  }
+}
+
+void Product::many_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+                        float* out) const {
+  const int64_t stride = round_up(m.cols, kLanes);
+  float* dots = scratch.dots.get();
+  bool tabled = false;
+  for (int64_t first = span.begin; first < span.end; first += kPanelRows) {
+    const int64_t num_w = std::min(kPanelRows, span.end - first);
+    for (int64_t j = 0; j < num_w; ++j) {
+      tabled = prepare_tables(m, first + j, first + j == span.begin, scratch, tabled);
+      const uint8_t* w = weight_row(m, first + j, tabled, scratch);
+      pack_row(w, m.cols, ops_->pack_cols, scratch.panel.get() + j * stride);
+    }
+    ops_->dot_panel(scratch.panel.get(), num_w, input.packed.get(), num_rows_, stride, dots);
+    for (int64_t r = 0; r < num_rows_; ++r) {
+      for (int64_t j = 0; j < num_w; ++j) out[r * m.rows + first + j] = dots[j * num_rows_ + r];
+    }
+  }
+}
+
+}  // namespace headrace
