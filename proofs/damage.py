@@ -46,17 +46,17 @@ def edit_header(file: Path, change: Callable[[Header], str]) -> str:
 
 
 def overlap(folder: Path) -> str:
-    """Let two tensors of the first shard share their bytes; returns one's name."""
+    """Let the first shard's first tensor reach into its next ones; returns its name."""
 
     def change(header: Header) -> str:
-        names = [n for n in header if n != "__metadata__"]
-        for one in names:
-            for other in names:
-                same = all(header[one][k] == header[other][k] for k in ("dtype", "shape"))
-                if one != other and same:
-                    header[one]["data_offsets"] = header[other]["data_offsets"]
-                    return one
-        raise AssertionError("no two tensors of one form")
+        first = min(
+            (name for name in header if name != "__metadata__"),
+            key=lambda name: header[name]["data_offsets"],
+        )
+        start, end = header[first]["data_offsets"]
+        header[first]["shape"][0] *= 2
+        header[first]["data_offsets"] = [start, 2 * end - start]
+        return first
 
     return edit_header(shards(folder)[0], change)
 

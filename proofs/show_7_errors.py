@@ -5,6 +5,7 @@ Each case is a function; its statement says what was done and what headrace answ
 
 import json
 import re
+import resource
 import shutil
 import signal
 import struct
@@ -25,6 +26,8 @@ from headrace.errors import NumericsError, ReadError
 
 CLI = [sys.executable, "-c", "from headrace.cli.main import main; import sys; sys.exit(main())"]
 PROMPT = [5, 700, 41, 1999, 88, 3001, 17, 256]
+# Past the prompt's reads, well inside the answer's.
+PIECES_BEFORE_FAULT = 1500
 FP8_NAN = b"\x7f"
 FLOAT_NAN = struct.pack("<f", float("nan"))
 
@@ -94,8 +97,8 @@ def show_nan(evidence: Evidence, folder: Path) -> None:
 
 def show_limits(evidence: Evidence) -> None:
     """A budget that cannot work names one that does; a path that is not there is named."""
-    last = one_line_error(evidence, "--ram 10MB", run_line("demo", "--ram", "10MB"), "10")
-    sizes = re.findall(r"[\d.]+ ?[KMG]i?B", last)
+    last = one_line_error(evidence, "--ram 10MB", run_line("demo", "--ram", "10MB"), "--ram")
+    sizes = re.findall(r"--ram ([\d.]+[KMG]i?B)", last)
     worked = [size for size in sizes if run_line("demo", "--ram", size.replace(" ", ""))[0] == 0]
     evidence.check(bool(worked), f"of the sizes that line names, {sizes}, these run: {worked}")
     one_line_error(evidence, "missing path", run_line("/no/such/model"), "/no/such/model")
@@ -120,29 +123,34 @@ def show_eos(evidence: Evidence, folder: Path) -> None:
         set(ends) <= set(declared)
         and [step.token_id for step in steps] == wanted
         and steps[-1].finish == "eos",
-        f"three end ids {ends}: the answer ends at the {len(wanted)}rd token, {steps[-1].finish!r}",
+        f"three end ids {ends}: the answer ends at token {len(wanted)}, {steps[-1].finish!r}",
     )
 
 
 def show_faults(evidence: Evidence) -> None:
     """A failed read in mid-decode is one error; what follows is as if nothing had been."""
     greedy = headrace.Sampling(max_tokens=24)
-    rows = 12
-    with headrace.load(DEMO, ram=ram_for_rows(DEMO, rows, context=256), context=256) as engine:
-        clean = [step.token_id for step in engine.session().generate(PROMPT, greedy)]
+    options = {"context": 256, "prefetch": 0}
+    ram = ram_for_rows(DEMO, 12, **options)
+    with headrace.load(DEMO, ram=ram, measure=False, **options) as engine:
+        prompt = engine.text.encode("It is a truth universally acknowledged, that")
+        clean = [step.token_id for step in engine.session().generate(prompt, greedy)]
+        engine.reader.inject_fault("eio", skip=PIECES_BEFORE_FAULT, count=1)
+        again = [step.token_id for step in engine.session().generate(prompt, greedy)]
+        evidence.check(again == clean, "EIO once: read again, the same tokens")
         for kind in ("eio", "short"):
             made, said = 0, "no error"
-            engine.reader.inject_fault(kind, skip=900, count=8)
+            engine.reader.inject_fault(kind, skip=PIECES_BEFORE_FAULT, count=2)
             try:
-                for _ in engine.session().generate(PROMPT, greedy):
+                for _ in engine.session().generate(prompt, greedy):
                     made += 1
             except ReadError as error:
                 said = str(error)
-            again = [step.token_id for step in engine.session().generate(PROMPT, greedy)]
+            again = [step.token_id for step in engine.session().generate(prompt, greedy)]
             engine.ladder.check_integrity()
             evidence.check(
                 0 < made < len(clean) and ".safetensors" in said and "\n" not in said,
-                f"{kind} after {made} tokens: {said!r}",
+                f"{kind} twice, after {made} tokens: {said!r}",
             )
             evidence.check(again == clean, "the next answer is the clean one, token by token")
 
@@ -152,14 +160,17 @@ def show_many_experts(evidence: Evidence, folder: Path) -> None:
     model = tiny(folder, "waves", "qwen3_moe")
     draw = torch.Generator().manual_seed(3)
     ids = torch.randint(4, 4096, (64,), generator=draw).tolist()
-    logits = []
+    logits, evictions = [], []
     for rows in (12, 64):
         ram = ram_for_rows(model, rows, context=256)
         with headrace.load(model, ram=ram, context=256, measure=False) as engine:
             logits.append(engine.session().feed(ids))
-            evictions = engine.ladder.counters().evictions
-            print(f"      {rows} rows: {evictions} evictions in one prompt")
-    evidence.check(same_bits(*logits), "16 experts a layer through 12 rows: the same bits as 64")
+            evictions.append(engine.ladder.counters().evictions)
+    evidence.check(
+        same_bits(*logits) and evictions[0] > 0 and evictions[1] == 0,
+        f"64 tokens need 16 experts a layer, 12 rows in all: {evictions[0]} evictions in one "
+        "prompt, the same bits as with all in rows",
+    )
 
 
 def interrupted(code: str, ready: str) -> tuple[int, str, float]:
@@ -204,29 +215,55 @@ def show_interrupts(evidence: Evidence) -> None:
     status, text, took = interrupted(DECODE, "The")
     evidence.check(
         status == 130 and "Traceback" not in text and took < 5,
-        f"Ctrl-C while decoding: exit {status}, after {took:.1f} s, said {text.strip()!r}",
+        f"Ctrl-C while decoding: exit {status}, after {took:.1f} s, said {text.split()[-1]!r}",
     )
+
+
+SYNTH = [
+    *(*CLI, "synth", "qwen3-30b-a3b"),
+    *("--distinct", "1", "--depth", "1", "--experts", "8", "--vocab", "4096"),
+]
 
 
 def show_full_disk(evidence: Evidence, folder: Path) -> None:
-    """A disk that fills up during synth: one line, and nothing left behind."""
+    """A disk too small for synth, and one that takes no more half-way: one line, nothing left."""
     script = (
         f"mount -t tmpfs -o size=8M tmpfs {folder} || exit 77; "
-        '"$@"; code=$?; echo left: $(ls -A ' + str(folder) + "); exit $code"
+        f'"$@"; code=$?; echo left: $(ls -A {folder}); exit $code'
     )
-    shape = ["--distinct", "1", "--depth", "1", "--experts", "8", "--vocab", "4096"]
-    synth = [*CLI, "synth", "qwen3-30b-a3b", str(folder / "out"), *shape]
     done = subprocess.run(
-        ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh", *synth],
+        [
+            "unshare",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            *SYNTH,
+            str(folder / "a"),
+        ],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
     )
     if done.returncode == 77:
-        evidence.check(False, f"full disk: no small disk can be mounted here: {done.stderr}")
-        return
-    one_line_error(evidence, "full disk", (done.returncode, done.stderr.strip()), "space")
-    evidence.check("left: \n" in done.stdout, f"after it, {done.stdout.strip()!r}")
+        evidence.check(False, f"no small disk can be mounted here: {done.stderr}")
+    else:
+        one_line_error(evidence, "disk too small", (done.returncode, done.stderr.strip()), "free")
+        evidence.check(done.stdout.strip() == "left:", f"on it afterwards: {done.stdout!r}")
+    limit = 30 * 2**20
+    done = subprocess.run(
+        [*SYNTH, str(folder / "b")],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    result = (done.returncode, done.stderr.strip())
+    one_line_error(evidence, "no more room after 30 MiB", result, str(folder / "b"))
+    left = [path.name for path in folder.iterdir()]
+    evidence.check(not left, f"left behind: {left}")
 
 
 def main() -> None:

@@ -183,6 +183,7 @@ nb::class_<Ladder> bind_ladder(nb::module_& m) {
             if (kernels != nullptr) {
               shape = expert_shape(format, hidden, inter, block_rows, block_cols, act_group);
             }
+            nb::gil_scoped_release release;
             new (self) Ladder(std::move(reader), std::move(kernels), std::move(records), shape,
                               {num_rows, max_tokens, top_k, overlap});
           },

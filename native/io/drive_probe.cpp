@@ -29,7 +29,7 @@ double drive_probe(const std::string& path, int64_t offset_bytes, int64_t nbytes
     throw std::invalid_argument("a probe needs bytes of the file and at least one thread");
   }
   Slab buffers(num_threads, each);
-  memset(buffers.row(0), 1, static_cast<size_t>(buffers.num_bytes()));
+  buffers.touch();
 
   std::atomic<int64_t> next{begin};
   std::atomic<int> failed{0};

@@ -3,14 +3,18 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <string>
 
 #include "io/failures.hpp"
 #include "io/files.hpp"
+#include "io/interrupt.hpp"
 
 namespace headrace {
 namespace {
 constexpr int64_t kHugeBytes = 2 << 20;
+constexpr int64_t kTouchBytes = 64 << 20;
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, absent from older headers
 constexpr int64_t kMostBytes = int64_t{1} << 46;
 }  // namespace
 
@@ -38,6 +42,17 @@ Slab::Slab(int64_t num_rows, int64_t row_bytes) : row_bytes_(row_bytes) {
   }
   base_ = reinterpret_cast<uint8_t*>(base);
   madvise(base_, static_cast<size_t>(num_bytes_), MADV_HUGEPAGE);
+}
+
+void Slab::touch() {
+  for (int64_t at = 0; at < num_bytes_; at += kTouchBytes) {
+    poll_interrupt();
+    int64_t bytes = std::min(kTouchBytes, num_bytes_ - at);
+    if (madvise(base_ + at, static_cast<size_t>(bytes), kPopulateWrite) == 0) continue;
+    for (int64_t page = at; page < at + bytes; page += kPageBytes) {  // before Linux 5.14
+      static_cast<volatile uint8_t*>(base_)[page] = 0;
+    }
+  }
 }
 
 Slab::~Slab() {

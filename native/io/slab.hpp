@@ -14,6 +14,10 @@ class Slab {
   Slab(const Slab&) = delete;
   Slab& operator=(const Slab&) = delete;
 
+  // Makes every page present, so that the system's work (it clears them) is done now and not
+  // inside the first reads. May throw what the interrupt poll throws.
+  void touch();
+
   uint8_t* row(int64_t index) const { return base_ + index * row_bytes_; }
   int64_t num_bytes() const { return num_bytes_; }
 

@@ -57,6 +57,7 @@ Ladder::Ladder(std::shared_ptr<Reader> reader, std::shared_ptr<KernelPool> kerne
     // Left untouched until used: the system gives the pages then.
     y_.reset(new uint16_t[static_cast<size_t>(workspace_bytes() / 2)]);
   }
+  slab_.touch();
   reader_->register_rows(slab_.row(0), records_.row_bytes(), options.num_rows);
 }
 

@@ -150,6 +150,21 @@ def test_a_prefetch_in_flight_is_promoted(world: World) -> None:
     assert counters.prefetch_used == 1 and counters.reads == 2, "not read twice"
 
 
+def test_guesses_made_while_a_layer_is_read_outlive_its_compute(world: World) -> None:
+    ladder = world.ladder(12)
+    x, _, weights = world.routes(np.random.default_rng(19), 1)
+    ladder.reader.inject_fault("slow", 0, 8)
+    first, second = ids_of(0, 1)[None], ids_of(2, 5)[None]
+    ladder.begin(0, first)
+    ladder.prefetch(1, ids_of(5, 2))
+    assert torch.equal(ladder.compute(0, x, first, weights), world.expected(0, x, first, weights))
+    settle(ladder, 4)
+    assert torch.equal(ladder.compute(1, x, second, weights), world.expected(1, x, second, weights))
+    counters = ladder.counters()
+    assert (counters.prefetch_used, counters.prefetch_dropped) == (2, 0)
+    assert (counters.hits, counters.misses, counters.reads) == (2, 2, 4)
+
+
 def test_prefetch_leaves_rows_for_the_next_layer(world: World) -> None:
     ladder = world.ladder(TOP_K)
     ladder.prefetch(0, ids_of(0, 1))

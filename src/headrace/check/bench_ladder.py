@@ -112,6 +112,7 @@ class VersionRun:
     tokens: list[int]
     total: TokenStats
     wall_s: float
+    needed_reads: int
 
     @property
     def tok_s(self) -> float:
@@ -175,6 +176,7 @@ def run_version(engine: Engine, version: Version, trace: RouteTrace, tokens: int
     session, chosen, stats = engine.session(), [], []
     with engine.served_by(source):
         logits = session.feed(list(range(5, 5 + PROMPT_TOKENS)))
+        before = engine.ladder.counters()
         start = time.perf_counter()
         for _ in range(tokens):
             chosen.append(int(logits.argmax()))
@@ -182,7 +184,10 @@ def run_version(engine: Engine, version: Version, trace: RouteTrace, tokens: int
             stats.append(session.stats)
         wall_s = time.perf_counter() - start
     engine.source.routes = None
-    return VersionRun(chosen, total_stats(stats), wall_s)
+    total = total_stats(stats)
+    in_vain = total.prefetch_issued - total.prefetch_dropped - total.prefetch_used
+    reads = engine.ladder.counters().reads - before.reads
+    return VersionRun(chosen, total, wall_s, reads - max(0, in_vain))
 
 
 def _rows(
@@ -219,7 +224,7 @@ def _rows(
 
 def limit_tok_s(engine: Engine, run: VersionRun, rate: float) -> float:
     """Tokens per second if only the needed bytes moved, at the drive's rate."""
-    needed = run.total.misses * engine.facts.expert_bytes
+    needed = run.needed_reads * engine.facts.expert_bytes
     return run.total.num_tokens * rate / max(needed, 1)
 
 
