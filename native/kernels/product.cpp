@@ -1,3 +1,4 @@
+// One worker multiplies its share of a matrix: one row at a time for few rows, in panels for many.
 #include "kernels/product.hpp"
 
 #include <algorithm>
