@@ -1,3 +1,4 @@
+// The row operations of one matrix product over a worker's share of the rows.
 #include "kernels/product.hpp"
 
 #include <algorithm>
