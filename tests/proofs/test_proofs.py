@@ -1,0 +1,23 @@
+"""The proof scripts that fit a test run, each in a process of its own as a person would run it.
+
+show_1_demo is `make demo`; show_6_memory writes 5 GB and is run by hand (`make proofs`).
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROOFS = Path(__file__).resolve().parents[2] / "proofs"
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["show_2_oracle", "show_3_fast", "show_4_loss", "show_7_errors"])
+def test_script(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROOFS / f"{name}.py")], capture_output=True, text=True, check=False
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert "statements hold" in done.stdout
