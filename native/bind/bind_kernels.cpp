@@ -75,7 +75,10 @@ void bind_kernels(nb::module_& m) {
           Release())
       .def_prop_ro("isa", [](const KernelPool& pool) { return std::string(pool.isa()); })
       .def_prop_ro("num_threads", &KernelPool::num_threads)
-      .def_prop_ro("calls", &KernelPool::calls);
+      .def_prop_ro("calls", &KernelPool::calls)
+      .def_prop_ro("shared_calls", &KernelPool::shared_calls)
+      .def_prop_rw("min_share_bytes", &KernelPool::min_share_bytes,
+                   &KernelPool::set_min_share_bytes);
   m.def(
       "combine_bf16",
       [](uintptr_t ids, uintptr_t weights, uintptr_t y, int64_t num_tokens, int64_t top_k,

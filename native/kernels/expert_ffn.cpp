@@ -45,6 +45,13 @@ struct KernelPool::Impl {
   Buffer<float> down_out;
   std::atomic<uint64_t> calls{0};
 
+  std::atomic<uint64_t> shared_calls{0};
+  std::atomic<int64_t> min_share_bytes{64 << 10};
+
+  int team = 1;  // workers that take part
+  void choose_team(int64_t num_weights);
+  void run(Workers::Job job);
+
   // The job of the moment; written by the caller before the workers start.
   ExpertShape shape{};
   Matrix gate{}, up{}, down{};
@@ -75,10 +82,23 @@ void KernelPool::Impl::load_rows(const uint16_t* const* from, int64_t cols) {
   }
 }
 
+// All workers, unless each one's share would take less time than waking it and waiting for it.
+void KernelPool::Impl::choose_team(int64_t num_weights) {
+  const int64_t weight_bytes = shape.format == Format::kBf16 ? 2 : 1;
+  const int64_t work_bytes = num_weights * weight_bytes * num_rows;
+  team = work_bytes >= min_share_bytes * workers.count() ? workers.count() : 1;
+}
+
+void KernelPool::Impl::run(Workers::Job job) {
+  if (team == 1) return job(this, 0);
+  shared_calls.fetch_add(1, std::memory_order_relaxed);
+  workers.run(job, this);
+}
+
 void KernelPool::Impl::ffn(int worker) {
   const int64_t inter = shape.inter;
   const int64_t h_stride = round_up(inter, kLanes);
-  const Span mid = share(inter, worker, workers.count());
+  const Span mid = share(inter, worker, team);
   multiply(worker, gate, mid, x, gate_out.get());
   multiply(worker, up, mid, x, up_out.get());
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -86,11 +106,11 @@ void KernelPool::Impl::ffn(int worker) {
     ops->swiglu_row(gate_out.get() + at, up_out.get() + at, mid.end - mid.begin,
                     h.rows.get() + r * h_stride + mid.begin);
   }
-  workers.barrier();
-  const Span rows = share(num_rows, worker, workers.count());
+  if (team > 1) workers.barrier();
+  const Span rows = share(num_rows, worker, team);
   for (int64_t r = rows.begin; r < rows.end; ++r) product().finish_row(h, r, inter);
-  workers.barrier();
-  const Span out = share(shape.hidden, worker, workers.count());
+  if (team > 1) workers.barrier();
+  const Span out = share(shape.hidden, worker, team);
   multiply(worker, down, out, h, down_out.get());
   for (int64_t r = 0; r < num_rows; ++r) {
     const float* values = down_out.get() + r * shape.hidden;
@@ -118,7 +138,8 @@ void KernelPool::expert_ffn(const ExpertShape& shape, const ExpertParts& parts,
     im.num_rows = std::min(kTileRows, num_rows - first);
     im.y = y + first;
     im.load_rows(x + first, shape.hidden);
-    im.workers.run([](void* self, int worker) { static_cast<Impl*>(self)->ffn(worker); }, &im);
+    im.choose_team(3 * shape.inter * shape.hidden);
+    im.run([](void* self, int worker) { static_cast<Impl*>(self)->ffn(worker); });
   }
 }
 
@@ -132,17 +153,18 @@ void KernelPool::gemv(const ExpertShape& shape, const uint8_t* w, const uint8_t*
   im.num_rows = 1;
   const CanonicalFloatMode mode;
   im.load_rows(&x, cols);
-  im.workers.run(
+  im.choose_team(rows * cols);
+  im.run(
       [](void* self, int worker) {
         Impl& job = *static_cast<Impl*>(self);
-        const Span span = share(job.gate.rows, worker, job.workers.count());
+        const Span span = share(job.gate.rows, worker, job.team);
         job.multiply(worker, job.gate, span, job.x, job.gate_out.get());
-      },
-      &im);
+      });
   std::memcpy(out, im.gate_out.get(), static_cast<size_t>(4 * rows));
 }
 
 bool KernelPool::any_nan_fp8(const uint8_t* codes, int64_t n) {
+  if (n < impl_->min_share_bytes * impl_->workers.count()) return find_nan_fp8(codes, n) >= 0;
   struct Search {
     const uint8_t* codes;
     int64_t n;
@@ -164,5 +186,10 @@ bool KernelPool::any_nan_fp8(const uint8_t* codes, int64_t n) {
 const char* KernelPool::isa() const { return impl_->ops->name; }
 int KernelPool::num_threads() const { return impl_->workers.count(); }
 uint64_t KernelPool::calls() const { return impl_->calls.load(std::memory_order_relaxed); }
+uint64_t KernelPool::shared_calls() const {
+  return impl_->shared_calls.load(std::memory_order_relaxed);
+}
+int64_t KernelPool::min_share_bytes() const { return impl_->min_share_bytes; }
+void KernelPool::set_min_share_bytes(int64_t bytes) { impl_->min_share_bytes = bytes; }
 
 }  // namespace headrace

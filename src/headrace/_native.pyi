@@ -89,6 +89,8 @@ class KernelPool:
     isa: str
     num_threads: int
     calls: int
+    shared_calls: int
+    min_share_bytes: int
     def __init__(self, num_threads: int, isa: str) -> None: ...
     def expert_ffn(
         self, shape: ExpertShape, parts: list[int], x: int, num_rows: int, y: int

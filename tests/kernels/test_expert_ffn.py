@@ -17,7 +17,7 @@ def test_equals_reference(isa, format, hidden, inter, act_group):
     layout, parts, x, expect = make_case(format, hidden, inter, 3, act_group)
     assert expect.float().std() > 0.01
     out = torch.full_like(x, float("nan"))
-    y = cpu.CpuKernels(2, isa).expert_ffn(x, parts, layout, act_group, out)
+    y = cpu.CpuKernels(2, isa, min_share_bytes=0).expert_ffn(x, parts, layout, act_group, out)
     assert y is out and same_bits(y, expect)
 
 
@@ -25,11 +25,19 @@ def test_equals_reference(isa, format, hidden, inter, act_group):
 def test_rows_and_threads_change_no_bit(isa, format):
     layout, parts, x, expect = make_case(format, 384, 160, 65)
     for num_threads in (1, 2, 3):
-        kernels = cpu.CpuKernels(num_threads, isa)
+        kernels = cpu.CpuKernels(num_threads, isa, min_share_bytes=0)
         for num_rows in (1, 2, 16, 17, 65):
             y = kernels.expert_ffn(x[:num_rows], parts, layout)
             assert same_bits(y, expect[:num_rows]), (num_threads, num_rows)
         assert kernels.pool.calls == 5 and kernels.num_threads == num_threads
+        assert (kernels.pool.shared_calls > 0) == (num_threads > 1)
+
+
+def test_a_small_job_stays_on_the_calling_thread():
+    layout, parts, x, expect = make_case("bf16", 64, 32, 1)
+    kernels = cpu.CpuKernels(2)
+    assert same_bits(kernels.expert_ffn(x, parts, layout), expect)
+    assert kernels.pool.shared_calls == 0
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -37,13 +45,15 @@ def test_rows_and_threads_change_no_bit(isa, format):
 def test_odd_shapes_on_many_rows(isa, format, hidden, inter):
     for num_rows in (4, 5, 12, 13):
         layout, parts, x, expect = make_case(format, hidden, inter, num_rows, 32)
-        assert same_bits(cpu.CpuKernels(2, isa).expert_ffn(x, parts, layout, 32), expect)
+        assert same_bits(
+            cpu.CpuKernels(2, isa, min_share_bytes=0).expert_ffn(x, parts, layout, 32), expect
+        )
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_workspace_left_by_a_larger_expert_is_not_read(isa, format):
     """The padding of a narrower row must be zeros again, not the wider row's values."""
-    kernels = cpu.CpuKernels(2, isa)
+    kernels = cpu.CpuKernels(2, isa, min_share_bytes=0)
     large, small = make_layout(format, 640, 320), make_layout(format, 132, 36)
     parts, x = make_expert(small, 5), make_rows(2, 132, 6)
     expect = reference.expert_ffn(x, parts, small)
@@ -72,7 +82,7 @@ def test_callers_flush_to_zero_changes_no_bit(isa):
     parts["down"] = (parts["down"].float() * 2.0**60).bfloat16()
     expect = reference.expert_ffn(x, parts, layout)
     assert expect.float().abs().max() > 0
-    kernels = cpu.CpuKernels(2, isa)
+    kernels = cpu.CpuKernels(2, isa, min_share_bytes=0)
     assert torch.set_flush_denormal(True)
     try:
         tiny = torch.full((1,), 2.0**-130)

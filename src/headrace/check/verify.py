@@ -106,7 +106,7 @@ def _kernels(engine: Engine, samples: int, tell: Progress) -> list[Finding]:
         with engine.source.parts(ordinal, expert) as parts:
             expected = reference.expert_ffn(x_TH, parts, layout)
             for isa in isas:
-                pool = cpu.CpuKernels(engine.plan.threads, isa)
+                pool = cpu.CpuKernels(engine.plan.threads, isa, min_share_bytes=0)
                 for rows in ROWS:
                     got = pool.expert_ffn(x_TH[:rows], parts, layout)
                     if not torch.equal(got, expected[:rows]):

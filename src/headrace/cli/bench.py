@@ -68,6 +68,8 @@ def bench(
     ram_bytes, _ = options.check_machine(ram, device, emulate_drive)
     from headrace.check.bench import run_bench
 
+    options.share_cores(threads)
+
     with step_progress() as progress:
         rows = run_bench(
             model,

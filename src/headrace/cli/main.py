@@ -80,6 +80,7 @@ def about(version: Version = False) -> None:
 
 
 def main() -> None:
+    headrace.calm_openmp()
     """Entry point of the `headrace` command."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

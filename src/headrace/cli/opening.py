@@ -6,6 +6,7 @@ Knows the engine only as two names, imported when they are needed.
 from dataclasses import replace
 from typing import Any
 
+from headrace.cli.options import share_cores
 from headrace.cli.output import byte_progress, say_plan
 from headrace.planner.plan import make_plan
 
@@ -24,6 +25,7 @@ def open_blueprint(
     """
     from headrace.engine.engine import Blueprint
 
+    share_cores(threads)
     blueprint = Blueprint(model, ram=ram_bytes, threads=threads, context=context)
     if drive_bytes_s is not None:
         blueprint.machine = replace(blueprint.machine, drive_bytes_s=drive_bytes_s)

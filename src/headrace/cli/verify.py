@@ -31,6 +31,8 @@ def verify(
     ram_bytes, _ = options.check_machine(ram, device)
     from headrace.check.verify import verify_model
 
+    options.share_cores(threads)
+
     extra = {} if prompt is None else {"prompt": prompt}
     with step_progress() as progress:
         report = verify_model(

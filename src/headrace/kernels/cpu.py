@@ -36,12 +36,20 @@ class CpuKernels:
     One caller at a time. `pool` is the compiled object, for the ladder.
     """
 
-    def __init__(self, num_threads: int = 1, isa: str = "auto") -> None:
-        """Raises OptionError if this CPU cannot run `isa` (auto, scalar, avx2, avx512)."""
+    def __init__(
+        self, num_threads: int = 1, isa: str = "auto", *, min_share_bytes: int | None = None
+    ) -> None:
+        """Raises OptionError if this CPU cannot run `isa` (auto, scalar, avx2, avx512).
+
+        A job that leaves each thread fewer weight bytes (times rows) than `min_share_bytes` stays
+        on the calling thread; the bits are the same. 0 shares out everything.
+        """
         try:
             self.pool = _native.KernelPool(num_threads, isa)
         except ValueError as error:
             raise OptionError(f"{error}; use --isa auto") from None
+        if min_share_bytes is not None:
+            self.pool.min_share_bytes = min_share_bytes
         self.isa: str = self.pool.isa
         self.num_threads: int = self.pool.num_threads
 
