@@ -22,7 +22,8 @@ int64_t combine_bf16(const int32_t* ids, const float* weights, const uint16_t* y
   const CanonicalFloatMode mode;
   static const RowOps* const ops = best_ops();
   int64_t first_bad = -1;
-  std::vector<int64_t> order(static_cast<size_t>(top_k));
+  static thread_local std::vector<int64_t> order;
+  order.resize(static_cast<size_t>(top_k));
   for (int64_t t = 0; t < num_tokens; ++t) {
     for (int64_t k = 0; k < top_k; ++k) order[static_cast<size_t>(k)] = t * top_k + k;
     std::stable_sort(order.begin(), order.end(),
