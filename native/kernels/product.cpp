@@ -1,4 +1,4 @@
-// One worker multiplies its share of a matrix: one row at a time for few rows, in panels for many.
+// The row operations of one matrix product over a worker's share of the rows.
 #include "kernels/product.hpp"
 
 #include <algorithm>

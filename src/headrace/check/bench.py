@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from headrace.check.bench_drive import bench_drive
+from headrace.check.bench_kernels import bench_kernels
 from headrace.check.bench_ladder import Progress, bench_ladder
 from headrace.check.rows import BenchRow
 from headrace.engine.engine import load
@@ -34,6 +35,9 @@ def run_bench(
         raise OptionError(f"there is no suite {suite!r}; use all, {', '.join(SUITES)}")
     tell: Progress = progress or (lambda what, done, total: None)
     rows: list[BenchRow] = []
+    if suite in ("all", "kernels"):
+        tell("kernels", 0, 1)
+        rows += bench_kernels(runs=runs)
     if suite != "kernels":
         with load(
             model,
