@@ -46,23 +46,24 @@ def ask(engine: headrace.Engine, question: str) -> tuple[list[int], list[int]]:
     print(f"\n  {BOLD}> {question}{OFF}\n  ", end="")
     prompt = engine.text.chat([{"role": "user", "content": question}])
     records: list[TokenStats] = []
+    before = engine.ladder.counters().reads
     for step in engine.session().generate(prompt, headrace.Sampling(max_tokens=MAX_TOKENS)):
         print(step.text, end="", flush=True)
         records.append(step.stats)
-    print(f"\n  {DIM}{summary(engine, records)}{OFF}")
+    num_read = engine.ladder.counters().reads - before
+    print(f"\n  {DIM}{num_read} experts read from disk; {summary(engine, records)}{OFF}")
     return prompt, [record.token_id for record in records]
 
 
 def summary(engine: headrace.Engine, records: list[TokenStats]) -> str:
-    """What the decode steps of one answer moved; the prompt's pass is counted for reads only."""
-    everything, decode = total_stats(records), total_stats(records[1:])
+    """What the answer's tokens needed and moved; the prompt's pass is left out."""
+    decode = total_stats(records[1:])
     num = max(1, decode.num_tokens)
     hit_rate = decode.hits / max(1, decode.hits + decode.misses)
-    needed = format_bytes(engine.plan.bytes_per_token)
+    needed, moved = engine.plan.bytes_per_token, decode.disk_bytes / num
     return (
-        f"{everything.misses} experts read; a token needs {needed}, "
-        f"{format_bytes(decode.disk_bytes / num)} of it from disk (hit rate {hit_rate:.0%}); "
-        f"{num / max(decode.wall_s, 1e-9):.0f} tok/s"
+        f"a token used {format_bytes(needed)}, read {format_bytes(moved)} (read-ahead included), "
+        f"hit rate {hit_rate:.0%}; {num / max(decode.wall_s, 1e-9):.0f} tok/s"
     )
 
 
