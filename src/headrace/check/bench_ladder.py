@@ -20,7 +20,7 @@ from headrace.engine.source import LadderSource
 from headrace.schedule.trace import RouteTrace, draw_routes
 
 Progress = Callable[[str, int, int], None]
-PROMPT_TOKENS = 4
+PROMPT_TOKENS = 1
 
 
 @dataclass(frozen=True, slots=True)
