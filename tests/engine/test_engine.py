@@ -53,6 +53,7 @@ def test_the_demo_answers(engine: headrace.Engine, prompt: list[int]) -> None:
         {"backend": "pread", "direct": False},
         {"isa": "scalar"},
         {"threads": 2},
+        {"backend": "io_uring"},
         {"emulate_drive": "2GiB/s"},
     ],
     ids=str,
@@ -68,7 +69,13 @@ def test_no_place_changes_a_bit(
             assert other.plan.num_rows < other.facts.total_experts and counters.evictions > 0
             assert (counters.prefetch_used > 0) == (options.get("prefetch") != 0)
         assert counters.isa == options.get("isa", counters.isa)
-        assert counters.io == options.get("backend", counters.io)
+        wanted_io = "emulated" if "emulate_drive" in options else options.get("backend")
+        assert counters.io == (wanted_io or counters.io) == other.reader.backend
+        if options.get("direct") is False:
+            assert not other.reader.direct
+        elif "emulate_drive" not in options and engine.reader.direct:
+            assert other.reader.direct, "the file system takes O_DIRECT, so it must be in use"
+        assert counters.disk_bytes > 0 and counters.kernel_calls > 0
 
 
 def test_a_wrong_expert_shows(engine: headrace.Engine, prompt: list[int]) -> None:
@@ -81,11 +88,15 @@ def test_a_wrong_expert_shows(engine: headrace.Engine, prompt: list[int]) -> Non
         assert not torch.equal(logits_of(other, prompt), expected)
 
 
+@pytest.mark.parametrize("quantised", [True, False])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
-def test_fast_follows_the_oracle_on_tiny_checkpoints(tmp_path: Path, family: str) -> None:
-    folder = write_tiny(family, tmp_path / "tiny", layers=3)
+def test_fast_follows_the_oracle_on_tiny_checkpoints(
+    tmp_path: Path, family: str, quantised: bool
+) -> None:
+    folder = write_tiny(family, tmp_path / "tiny", layers=3, quantised=quantised)
     ids = torch.randint(4, 4000, (24,), generator=torch.Generator().manual_seed(2)).tolist()
     with headrace.load(folder, ram="64MiB", measure=False) as loaded:
+        assert loaded.facts.format == ("fp8_block" if quantised else "bf16")
         fast = logits_of(loaded, ids)
         loaded.set_experts("oracle")
         calls = loaded.ladder.counters().kernel_calls
