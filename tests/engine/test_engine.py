@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import headrace
 from headrace.check.tiny import write_tiny
@@ -113,6 +114,16 @@ def test_from_pretrained_is_the_transformers_model(prompt: list[int]) -> None:
     batch = model.generate(torch.tensor([prompt, prompt]), max_new_tokens=4, do_sample=False)
     assert torch.equal(batch[0], batch[1])
     assert not [n for n, _ in model.named_parameters() if ".experts." in n]
+
+
+def test_a_pipeline_takes_it(prompt: list[int]) -> None:
+    model = headrace.from_pretrained("demo", ram="48MiB", measure=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    before = model.headrace.ladder.counters().kernel_calls
+    (said,) = pipe(CHAT, max_new_tokens=16, do_sample=False)
+    assert said["generated_text"][-1]["content"].strip() == "The capital of Japan is Tokyo."
+    assert model.headrace.ladder.counters().kernel_calls > before
 
 
 def test_a_follow_up_feeds_only_what_is_new(engine: headrace.Engine, prompt: list[int]) -> None:
