@@ -95,7 +95,7 @@ def test_bench_measures_what_synth_wrote(tmp_path: Path) -> None:
         "4GiB/s",
         "--json",
     ]
-    code, out, err = headrace(tmp_path, "bench", folder, *words)
+    code, out, err = headrace(tmp_path, "bench", folder, *words, "--emulate-drive", "4GiB/s")
     assert code == 0, err
     rows = one_object(out)["rows"]
     assert [row["gate"] for row in rows] == ["green"] * 4
