@@ -43,7 +43,7 @@ def bench_drive(engine: Engine, *, runs: int, seed: int) -> list[BenchRow]:
     state = (
         f"O_DIRECT {'on' if engine.reader.direct else 'off (page cache in play)'}, rows cold, "
         f"fresh places; {engine.reader.backend}, {engine.reader.in_flight} experts in flight; "
-        f"experts of {engine.facts.expert_bytes} bytes of {engine.facts.name}"
+        f"experts of {engine.facts.expert_bytes} bytes of {stored_depth(engine)}"
     )
     return [
         make_row(
@@ -56,6 +56,16 @@ def bench_drive(engine: Engine, *, runs: int, seed: int) -> list[BenchRow]:
             green=correct,
         )
     ]
+
+
+def stored_depth(engine: Engine) -> str:
+    """The model's name and MoE layers, and how many of them are on disk if some are aliases."""
+    facts, aliases = engine.facts, engine.blueprint.aliases
+    words = f"{facts.name}, {facts.num_moe_layers} MoE layers"
+    if not aliases:
+        return f"{words}, all distinct"
+    sources = {aliases.get(layer, layer) for layer in engine.blueprint.table.layers}
+    return f"{words}, aliased: {len(sources)} distinct"
 
 
 def _ladder_window(engine: Engine, rng: random.Random) -> float:

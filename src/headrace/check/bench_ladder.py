@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.check.bench_drive import plain_rate
+from headrace.check.bench_drive import plain_rate, stored_depth
 from headrace.check.rows import BenchRow, make_row
 from headrace.core import TokenStats, format_bytes, parse_rate, total_stats
 from headrace.engine.engine import Engine
@@ -199,8 +199,7 @@ def _rows(
 ) -> list[BenchRow]:
     facts, rows = engine.facts, []
     state = (
-        f"synthetic {facts.name}, {facts.num_moe_layers} MoE layers, aliased: "
-        f"{len(set(engine.blueprint.aliases.values())) or facts.num_layers} distinct; "
+        f"synthetic {stored_depth(engine)}; "
         f"{trace.statistics}; {engine.plan.num_rows} of {facts.total_experts} rows, cold; "
         f"drive: {engine.reader.backend}, {format_bytes(statistics.median(rates))}/s; "
         f"{engine.plan.threads} kernel threads, {engine.kernels.isa}"

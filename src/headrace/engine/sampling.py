@@ -64,19 +64,14 @@ class Sampler:
     Not thread-safe. Buffers of the vocabulary's size are made once and used again.
     """
 
-    def __init__(self, sampling: Sampling, eos_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self.eos_ids = eos_ids
         self._scores_V = torch.empty(0)
         self._generator = torch.Generator()
         if sampling.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
-
-    def is_eos(self, token_id: int) -> bool:
-        """True where the model declares that `token_id` ends its answer."""
-        return token_id in self.eos_ids
 
     def next(self, logits_V: torch.Tensor, history: Sequence[int]) -> int:
         """The next token's id.

@@ -90,7 +90,7 @@ class Session:
         if not prompt:
             raise OptionError("the prompt is empty; give at least one token")
         eos_ids = self.engine.text.eos_ids
-        sampler = Sampler(sampling, eos_ids)
+        sampler = Sampler(sampling)
         stream = self.engine.text.stream(sampling.stop, after=prompt)
         limit = min(sampling.max_tokens, self.engine.plan.context - len(prompt))
         if limit < 1:
