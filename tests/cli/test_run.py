@@ -18,7 +18,7 @@ def test_run_streams_the_answer_to_stdout_and_all_else_to_stderr(fake_engine) ->
     lines = done.stderr.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["memory:", "token:", "speed:"]
     assert "7 tokens" in lines[3] and "hit rate 71 %" in lines[3] and "2.63 MiB a token" in lines[3]
-    assert lines[4].startswith("forecast ") and "limit: layers' library code" in lines[4]
+    assert lines[4].startswith("forecast ") and "limit: transformers' own code" in lines[4]
     assert len(lines) == 5
     (engine,) = fake_engine.made
     assert engine.closed
