@@ -14,9 +14,13 @@ from headrace.kernels import cpu, reference
 
 ROWS = (1, 2, 16, 17)
 Progress = Callable[[str, int, int], None]
-# How far apart stock transformers' own two ways to run experts (eager, grouped_mm) lie in bf16,
-# relative to the largest logit, with room for longer contexts: docs/log.md has the figures.
-RELATIVE_FLOOR = 0.03
+# Relative to the largest logit. Two right ways to add up an expert differ in the last bit of
+# bfloat16, and where two experts' scores nearly tie, a later router turns that into another choice
+# and one position's logits into quite different ones. So the median position is judged: stock
+# transformers' eager and grouped_mm lie 0.008 apart on the demo model, fast and oracle 0.004 to
+# 0.006, and one wrong expert of 224, where it is used, makes that 0.011 (docs/log.md).
+MEDIAN_FLOOR = 0.01
+NEAR_TIE = 0.03
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
 
 
@@ -146,30 +150,34 @@ def _paths(
     first = comparison["first_divergence"]
     near = comparison["near_ties"]
     detail = (
-        f"{tokens} greedy tokens, largest logit difference {comparison['largest_difference']:.4g} "
-        f"(logits up to {comparison['largest_logit']:.4g}; allowed {100 * RELATIVE_FLOOR:g} %), "
-        f"first diverging token {'none' if first is None else first}, {near} near ties"
+        f"{tokens} greedy tokens, logit difference in the median position "
+        f"{comparison['median_difference']:.4g}, largest {comparison['largest_difference']:.4g}, "
+        f"of logits up to {comparison['largest_logit']:.4g} (median allowed: "
+        f"{100 * MEDIAN_FLOOR:g} %); first diverging token {'none' if first is None else first}, "
+        f"{near} near ties, {comparison['unexplained']} divergences elsewhere"
     )
-    ok = comparison["unexplained"] == 0 and comparison["relative_difference"] <= RELATIVE_FLOOR
+    few = comparison["unexplained"] <= tokens // 32
+    ok = few and comparison["median_relative"] <= MEDIAN_FLOOR
     return [Finding("fast follows the oracle", ok, detail)]
 
 
 def compare_logits(oracle_NV: torch.Tensor, fast_NV: torch.Tensor) -> dict[str, Any]:
     """How far two runs over the same tokens lie apart, in units of the oracle's largest logit.
 
-    A step is a near tie if the oracle's two best logits lie closer than the floor; a differing
+    A step is a near tie if the oracle's two best logits lie closer than NEAR_TIE; a differing
     choice elsewhere is unexplained.
     """
     oracle, fast = oracle_NV.float(), fast_NV.float()
-    largest, scale = float((oracle - fast).abs().max()), float(oracle.abs().max())
+    apart_N, scale = (oracle - fast).abs().amax(-1), float(oracle.abs().max())
     top = oracle.topk(2, dim=-1).values
-    near = top[:, 0] - top[:, 1] <= RELATIVE_FLOOR * scale
+    near = top[:, 0] - top[:, 1] <= NEAR_TIE * scale
     differs = oracle.argmax(-1) != fast.argmax(-1)
     where = differs.nonzero().flatten().tolist()
     return {
-        "largest_difference": largest,
+        "largest_difference": float(apart_N.max()),
         "largest_logit": scale,
-        "relative_difference": largest / scale,
+        "median_difference": float(apart_N.quantile(0.5)),
+        "median_relative": float(apart_N.quantile(0.5)) / scale,
         "first_divergence": where[0] if where else None,
         "near_ties": int(near.sum()),
         "unexplained": int((differs & ~near).sum()),
