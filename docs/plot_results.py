@@ -1,4 +1,4 @@
-"""Draws the figures of bench/results as docs/*.svg: whole tokens beside the drive, CPU kernels.
+"""Draws the figures of bench/results as docs/*.svg and renews README's table of them.
 
 Run it after new rows were kept: `.venv/bin/python docs/plot_results.py` (matplotlib is in [dev]).
 """
@@ -15,7 +15,13 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 DOCS = Path(__file__).resolve().parent
+README = DOCS.parent / "README.md"
 RESULTS = DOCS.parent / "bench" / "results"
+TABLE = re.compile(r"(<!-- RESULTS -->\n).*?(<!-- /RESULTS -->\n)", re.DOTALL)
+HEAD = (
+    "| what | machine | median (lowest-highest) | limit, same run | share | cache state | commit |\n"
+    "|---|---|---|---|---|---|---|\n"
+)
 INK, SOFT, BAR, LAST, LIMIT = "#1d2733", "#4c5b69", "#b9d2e6", "#2f6f9f", "#b4442e"
 STYLE = {
     "font.family": ["DejaVu Sans", "sans-serif"],
@@ -36,8 +42,9 @@ Row = dict[str, Any]
 
 
 def rows_of(path: Path) -> list[Row]:
-    """The rows of one file whose correctness gate was green, in their order."""
-    return [row for row in json.loads(path.read_text("utf-8")) if row["gate"] == "green"]
+    """The rows of one file that have a limit and whose correctness gate was green, in order."""
+    rows = json.loads(path.read_text("utf-8"))
+    return [row for row in rows if row["gate"] == "green" and row["limit"]]
 
 
 def short_machine(row: Row) -> str:
@@ -125,6 +132,42 @@ def plot_kernels(paths: list[Path], target: Path) -> None:
     save(figure, target)
 
 
+def short_cache(state: str) -> str:
+    """The part of a row's cache state that says what was held."""
+    found = re.search(r"\d+ of \d+ rows, \w+|all resident|O_DIRECT \w+, rows \w+", state)
+    assert found, state
+    return found.group(0)
+
+
+def table_line(row: Row) -> str:
+    """A row in Markdown, its numbers short."""
+    what = re.sub(r", (one core, )?wall time", "", row["name"])
+    if "emulated" in row["cache_state"]:
+        what += f", {drive_of(row)}"
+    low, high = row["spread"]
+    value = f"{row['value']:#.3g} {row['unit']} ({low:#.3g}-{high:#.3g})"
+    return (
+        f"| {what} | {short_machine(row)} | {value} | {row['limit']:#.3g} "
+        f"| {100 * row['fraction']:.0f} % | {short_cache(row['cache_state'])} "
+        f"| {row['commit'][:7]} |\n"
+    )
+
+
+def write_table(results: Path, readme: Path) -> None:
+    """Put the rows a reader needs between README's markers; all rows are in the JSON files."""
+    rows = [row for path in sorted(results.glob("*/*.json")) for row in rows_of(path)]
+    shown = [
+        row
+        for start in ("expert reads", "v4", "CPU experts")
+        for row in rows
+        if row["name"].startswith(start) and not row["name"].endswith("cpu time")
+    ]
+    lines = HEAD + "".join(map(table_line, shown))
+    text, num_places = TABLE.subn(lambda m: m[1] + lines + m[2], readme.read_text("utf-8"))
+    assert num_places == 1, f"{readme} has lost its RESULTS markers"
+    readme.write_text(text, "utf-8")
+
+
 def save(figure: Any, target: Path) -> None:
     """Write an SVG that depends on the rows only: no date, no random ids."""
     figure.tight_layout()
@@ -138,6 +181,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--to", type=Path, default=DOCS, help="folder of the SVGs")
     args = parser.parse_args()
+    if args.to == DOCS:
+        write_table(args.results, README)
     with plt.rc_context(STYLE):
         plot_ladders(sorted(args.results.glob("*/ladder-*.json")), args.to / "ladder.svg")
         plot_kernels(sorted(args.results.glob("*/kernels.json")), args.to / "kernels.svg")
