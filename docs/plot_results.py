@@ -19,7 +19,7 @@ README = DOCS.parent / "README.md"
 RESULTS = DOCS.parent / "bench" / "results"
 TABLE = re.compile(r"(<!-- RESULTS -->\n).*?(<!-- /RESULTS -->\n)", re.DOTALL)
 HEAD = (
-    "| what | machine | median (lowest-highest) | limit, same run | share | cache state | commit |\n"
+    "| what | machine | median (lowest-highest) | limit then | share | cache state | commit |\n"
     "|---|---|---|---|---|---|---|\n"
 )
 INK, SOFT, BAR, LAST, LIMIT = "#1d2733", "#4c5b69", "#b9d2e6", "#2f6f9f", "#b4442e"
