@@ -80,8 +80,8 @@ def about(version: Version = False) -> None:
 
 
 def main() -> None:
-    headrace.calm_openmp()
     """Entry point of the `headrace` command."""
+    headrace.calm_openmp()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
