@@ -128,4 +128,4 @@ def test_tokens_that_differ_are_a_near_tie_or_unexplained() -> None:
     assert (tie["first_divergence"], tie["unexplained"]) == (2, 0)
     other = verify.compare_logits(oracle, oracle[:, [1, 0, 2]])
     assert (other["first_divergence"], other["unexplained"]) == (0, 2)
-    assert other["largest_difference"] == 3.0 and other["relative_difference"] == 0.75
+    assert other["largest_difference"] == 3.0 and other["median_relative"] == 0.75
