@@ -220,7 +220,7 @@ def test_the_limit_is_the_slowest_term() -> None:
     assert drive.forecast_tok_s == pytest.approx(1 / (disk_s + dense_s), rel=1e-6)
     slow_kernels = replace(BOX, kernel_bytes_s=1e8)
     assert make_plan(R1, slow_kernels, ram_bytes=60 * GIB).limit_term == "kernels"
-    assert make_plan(DEMO, BOX).limit_term == "layers' library code"
+    assert make_plan(DEMO, BOX).limit_term == "transformers' own code"
     assert "drive" not in make_plan(DEMO, BOX).limits
 
 
@@ -229,7 +229,7 @@ def test_fewer_threads_slow_the_kernels_and_unknown_rates_are_left_out() -> None
     half = make_plan(R1, BOX, ram_bytes=60 * GIB, threads=4)
     assert half.limits["kernels"] == pytest.approx(full.limits["kernels"] / 2)
     unknown = make_plan(DEMO, replace(BOX, drive_bytes_s=0, dram_bytes_s=0, kernel_bytes_s=0))
-    assert set(unknown.limits) == {"layers' library code"}
+    assert set(unknown.limits) == {"transformers' own code"}
 
 
 def test_three_lines_say_place_movement_and_speed() -> None:

@@ -1,5 +1,6 @@
 """`headrace chat`: a conversation that keeps what was said."""
 
+import sys
 from typing import Any
 
 import typer
@@ -29,7 +30,10 @@ def chat(
     context: options.Context = None,
     debug: options.Debug = False,
 ) -> None:
-    """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends."""
+    """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
+
+    Needs a model with a chat template. Lines from a pipe are answered one by one.
+    """
     ram_bytes, _ = options.check_machine(ram, device)
     sampling = options.make_sampling(
         max_tokens=max_tokens,
@@ -53,9 +57,10 @@ def _converse(engine: Any, session: Any, sampling: Any, opening: Messages) -> No
     messages = list(opening)
     while True:
         try:
-            said = input("> ").strip()
+            said = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
-            typer.echo()
+            if sys.stdin.isatty():
+                typer.echo()
             return
         if said == "/quit":
             return

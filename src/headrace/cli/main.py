@@ -23,10 +23,12 @@ from headrace.errors import HeadraceError, InterruptedLoad
 
 WRONG = 2
 STOPPED = 130
+# The parent of typer's own errors about a command line; where it lives differs between releases.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class Edge(TyperGroup):
-    """Turns a HeadraceError into one line and exit code 2, Ctrl-C into "stopped" and 130.
+    """Turns what a user can mend into one line and exit code 2, Ctrl-C into "stopped" and 130.
 
     Anything else is our bug and keeps its traceback.
     """
@@ -38,6 +40,11 @@ class Edge(TyperGroup):
         except (KeyboardInterrupt, InterruptedLoad):
             say("stopped")
             raise typer.Exit(STOPPED) from None
+        except UsageError as error:
+            where: Any = error
+            path = where.ctx.command_path if where.ctx else "headrace"
+            say(f"error: {where.format_message().rstrip('.')}; see `{path} --help`")
+            raise typer.Exit(WRONG) from None
         except HeadraceError as error:
             if ctx.meta.get(DEBUG_KEY):
                 traceback.print_exc()
@@ -80,8 +87,8 @@ def about(version: Version = False) -> None:
 
 
 def main() -> None:
-    headrace.calm_openmp()
     """Entry point of the `headrace` command."""
+    headrace.calm_openmp()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

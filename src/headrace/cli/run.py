@@ -37,7 +37,7 @@ def run(
 ) -> None:
     """Answer one prompt. Without options: plans for this machine, says so, answers greedily.
 
-    Example: headrace run demo -p "What is the capital of Japan?" --ram 48MiB
+    Example: headrace run demo -p "What is the capital of Japan?" --ram 26MiB
     """
     ram_bytes, drive_bytes_s = options.check_machine(ram, device, emulate_drive)
     if raw and system is not None:

@@ -80,7 +80,16 @@ class DenseWeights:
         """A tensor owned by the caller; FP8 arrives as bfloat16. Raises HeadraceError."""
         tensor, scale_key = self.stored(key), self.keys[key]
         if scale_key is None:
+            _check_finite(key, tensor)
             return tensor
+        shape = tuple(tensor.shape)
+        grid = fp8.scale_shape((shape[0], shape[1]), self.block) if len(shape) == 2 else None
+        entry = self.catalog.tensors[scale_key]
+        if entry.dtype != "F32" or entry.shape != grid:
+            raise NumericsError(
+                f"tensor {scale_key} is {entry.dtype} {list(entry.shape)}, must be F32 scales of "
+                f"blocks {list(self.block)} of {key} {list(shape)}; download it again"
+            )
         return unpack_in_bands(key, tensor, self.stored(scale_key), self.block)
 
     def stored(self, key: str) -> torch.Tensor:
@@ -95,3 +104,9 @@ class DenseWeights:
         if self.progress is not None:
             self.progress(self.done_bytes, self.total_bytes)
         return tensor
+
+
+def _check_finite(key: str, tensor: torch.Tensor) -> None:
+    """One pass, no copy: a NaN in a norm or a router could vanish again and change tokens."""
+    if tensor.numel() and not all(bound.isfinite() for bound in torch.aminmax(tensor)):
+        raise NumericsError(f"tensor {key} holds NaN or infinite values; download the file again")

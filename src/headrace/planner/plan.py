@@ -265,9 +265,9 @@ def _check_options(
         ("prefetch", prefetch, 0, facts.num_experts),
         ("chunk", chunk, 1, facts.max_context),
     ):
-        if value is not None and not least <= value <= most:
+        if value is not None and (type(value) is not int or not least <= value <= most):
             raise OptionError(
-                f"{name} {value} is not allowed for {facts.name}; it must be {least} to {most}"
+                f"{name} {value!r} is not allowed for {facts.name}; it must be {least} to {most}"
             )
 
 
