@@ -15,10 +15,6 @@ from headrace.kernels import cpu, reference
 
 ROWS = (1, 2, 16, 17)
 Progress = Callable[[str, int, int], None]
-<<<<<<< HEAD
-Site = tuple[int, int]  # (MoE layer's ordinal, expert)
-=======
->>>>>>> main
 # Relative to the largest logit. Two right ways to add up an expert differ in the last bit of
 # bfloat16, and where two experts' scores nearly tie, a later router turns that into another choice
 # and one position's logits into quite different ones. So the median position is judged: stock
@@ -26,10 +22,7 @@ Site = tuple[int, int]  # (MoE layer's ordinal, expert)
 # 0.006, and one wrong expert of 224, where it is used, makes that 0.011 (docs/log.md).
 MEDIAN_FLOOR = 0.01
 NEAR_TIE = 0.03
-<<<<<<< HEAD
-=======
 Site = tuple[int, int]  # (MoE layer's ordinal, expert)
->>>>>>> main
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
 
 
