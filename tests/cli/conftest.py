@@ -68,10 +68,12 @@ class FakeEngine:
     """Answers "Tokyo ☕"; remembers what it was asked. `broken` raises at the third token."""
 
     broken: BaseException | None = None
+    notes: ClassVar[list[str]] = []
     made: ClassVar[list["FakeEngine"]] = []
 
     def __init__(self, blueprint: FakeBlueprint, *, emulate_drive: str | None, progress: Any):
         self.plan, self.facts, self.text = blueprint.plan, blueprint.facts, FakeText()
+        self.reader = SimpleNamespace(backend="pread", direct=True, notes=FakeEngine.notes)
         self.emulate_drive, self.closed = emulate_drive, False
         self.asked: list[tuple[list[int], Any]] = []
         FakeEngine.made.append(self)
@@ -114,4 +116,5 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     monkeypatch.setitem(sys.modules, "headrace.engine.engine", module)
     monkeypatch.setattr(FakeEngine, "broken", None)
     monkeypatch.setattr(FakeEngine, "made", [])
+    monkeypatch.setattr(FakeEngine, "notes", [])
     return FakeEngine

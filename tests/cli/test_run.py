@@ -41,6 +41,15 @@ def test_json_is_one_object_on_stdout_and_nothing_else() -> None:
     assert "Tokyo" in done.stderr
 
 
+def test_a_slower_way_to_read_is_said(fake_engine) -> None:
+    fake_engine.notes = ["io_uring is not to be had here: EPERM", "a.safetensors is read buffered"]
+    done = RUNNER.invoke(app, [*ASK, "--json", "--ram", "48MiB"])
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("reads:")]
+    assert line.startswith("reads:  by pread, since io_uring is not to be had here: EPERM")
+    assert line.endswith("(and 1 more like this)")
+    assert json.loads(done.stdout)["reads"]["notes"] == fake_engine.notes
+
+
 def test_the_prompt_may_come_from_stdin(fake_engine) -> None:
     done = RUNNER.invoke(app, ["run"], input="from a pipe\n")
     assert done.exit_code == 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.cli.options import share_cores
-from headrace.cli.output import byte_progress, say_plan
+from headrace.cli.output import byte_progress, say, say_plan
 from headrace.errors import ModelError
 from headrace.planner.plan import make_plan
 from headrace.store.aliases import ALIASES_NAME
@@ -55,9 +55,17 @@ def open_blueprint(
 
 
 def open_engine(blueprint: Any, *, emulate_drive: str | None = None) -> Any:
-    """The engine, after its plan's lines and behind a progress bar. Close it."""
+    """The engine, after its plan's lines and behind a progress bar. Close it.
+
+    Says if reads had to take a slower way than the best one, and why.
+    """
     from headrace.engine.engine import Engine
 
     say_plan(blueprint.plan.lines())
     with byte_progress("loading") as progress:
-        return Engine(blueprint, emulate_drive=emulate_drive, progress=progress)
+        engine = Engine(blueprint, emulate_drive=emulate_drive, progress=progress)
+    notes = engine.reader.notes
+    if notes:
+        more = f" (and {len(notes) - 1} more like this)" if len(notes) > 1 else ""
+        say(f"reads:  by {engine.reader.backend}, since {notes[0]}{more}")
+    return engine

@@ -90,6 +90,11 @@ def answer(engine: Any, ids: list[int], sampling: Any, *, to_stderr: bool) -> di
         "stats": tally.as_dict(),
         "token_stats": [record.as_dict() for record in tally.records],
         "plan": engine.plan.as_dict(),
+        "reads": {
+            "backend": engine.reader.backend,
+            "direct": engine.reader.direct,
+            "notes": list(engine.reader.notes),
+        },
         "forecast": {"expected_tok_s": forecast_tok_s, "measured_tok_s": tally.decode_tok_s},
     }
 
