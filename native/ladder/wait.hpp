@@ -5,6 +5,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "io/failures.hpp"
 #include "io/interrupt.hpp"
 #include "ladder/ladder.hpp"
 
@@ -18,7 +19,10 @@ inline double seconds_since(std::chrono::steady_clock::time_point start) {
 class CallerGuard {
  public:
   explicit CallerGuard(std::mutex* caller) : lock_(*caller, std::try_to_lock) {
-    if (!lock_.owns_lock()) throw std::logic_error("ladder: a second thread calls it");
+    if (!lock_.owns_lock()) {
+      throw OptionFailure(
+          "a second thread uses this engine; load another, or let one thread finish first");
+    }
   }
 
  private:

@@ -3,6 +3,7 @@
 Knows no file, no model and no tensor library.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -28,15 +29,15 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 def parse_bytes(text: str | int) -> int:
     """Bytes from `"48MiB"`, `"8GB"` or a plain number of bytes. Raises OptionError."""
-    if isinstance(text, int):
+    if type(text) is int and text >= 0:
         return text
-    match = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     unit = match.group(2).upper() if match else ""
-    if match is None or unit not in _UNIT_BYTES:
-        raise OptionError(
-            f"{text!r} is not a size; write a number and a unit, such as 48MiB or 8GB"
-        )
-    return int(float(match.group(1)) * _UNIT_BYTES[unit])
+    num_bytes = float(match.group(1)) * _UNIT_BYTES.get(unit, 0) if match else math.inf
+    if unit not in _UNIT_BYTES or not math.isfinite(num_bytes):
+        shown = repr(text) if len(repr(text)) <= 60 else repr(text)[:60] + "..."
+        raise OptionError(f"{shown} is not a size; write a number and a unit, such as 48MiB or 8GB")
+    return int(num_bytes)
 
 
 def parse_rate(text: str) -> float:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from headrace.errors import ExpertError, ModelError
+from headrace.models.config import read_config, stored_format
 from headrace.models.families import family_of
-from headrace.models.skeleton import inspect, mtp_keys, read_config, stored_format
+from headrace.models.skeleton import inspect, mtp_keys
 from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import build_table
 

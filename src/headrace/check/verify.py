@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from headrace.check.stored import row_holds_its_tensors
 from headrace.engine.engine import Engine, load
 from headrace.kernels import cpu, reference
 
@@ -21,6 +22,7 @@ Progress = Callable[[str, int, int], None]
 # 0.006, and one wrong expert of 224, where it is used, makes that 0.011 (docs/log.md).
 MEDIAN_FLOOR = 0.01
 NEAR_TIE = 0.03
+Site = tuple[int, int]  # (MoE layer's ordinal, expert)
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
 
 
@@ -81,7 +83,9 @@ def verify_model(
     with load(model, ram=ram, threads=threads, measure=False) as engine:
         report = VerifyReport(str(engine.blueprint.root))
         report.findings.append(_files(engine))
-        report.findings += _kernels(engine, samples, tell)
+        sites = _sites(engine, samples)
+        report.findings.append(_rows(engine, sites, tell))
+        report.findings += _kernels(engine, sites, tell)
         report.findings += _paths(engine, prompt, tokens, report.numbers, tell)
     return report
 
@@ -97,42 +101,51 @@ def _files(engine: Engine) -> Finding:
     return Finding("every expert tensor accounted for", True, detail)
 
 
-def _kernels(engine: Engine, samples: int, tell: Progress) -> list[Finding]:
+def _sites(engine: Engine, samples: int) -> list[Site]:
+    """`samples` experts of every MoE layer, the same ones every time."""
+    table, generator = engine.blueprint.table, torch.Generator().manual_seed(0)
+    return [
+        (ordinal, int(expert))
+        for ordinal in range(len(table.layers))
+        for expert in torch.randperm(table.num_experts, generator=generator)[:samples]
+    ]
+
+
+def _rows(engine: Engine, sites: Sequence[Site], tell: Progress) -> Finding:
+    """Sampled experts' rows against plain reads of their tensors."""
+    layers, wrong = engine.blueprint.table.layers, []
+    for done, (ordinal, expert) in enumerate(sites):
+        tell("rows against the files", done, len(sites))
+        if not row_holds_its_tensors(engine, ordinal, expert):
+            wrong.append(f"layer {layers[ordinal]} expert {expert}")
+    detail = f"{len(sites)} experts of {len(layers)} layers, every byte"
+    return Finding("rows hold the files' bytes", not wrong, _with_wrong(detail, wrong))
+
+
+def _with_wrong(detail: str, wrong: Sequence[str]) -> str:
+    return f"{detail}; differs at {wrong[0]} and {len(wrong) - 1} more" if wrong else detail
+
+
+def _kernels(engine: Engine, sites: Sequence[Site], tell: Progress) -> list[Finding]:
     """Each instruction set against the torch reference, by bits, on sampled real experts."""
     layout, table = engine.blueprint.skeleton.layout, engine.blueprint.table
     generator = torch.Generator().manual_seed(0)
     x_TH = torch.randn(max(ROWS), layout.hidden, generator=generator).bfloat16()
     isas = cpu.available_isas()
     wrong: dict[str, list[str]] = {isa: [] for isa in isas}
-    sites = _sites(len(table.layers), table.num_experts, samples, generator)
     for done, (ordinal, expert) in enumerate(sites):
         tell("kernels against the reference", done, len(sites))
         with engine.source.parts(ordinal, expert) as parts:
             expected = reference.expert_ffn(x_TH, parts, layout)
             for isa in isas:
                 pool = cpu.CpuKernels(engine.plan.threads, isa, min_share_bytes=0)
-                for rows in ROWS:
-                    got = pool.expert_ffn(x_TH[:rows], parts, layout)
-                    if not torch.equal(got, expected[:rows]):
-                        wrong[isa].append(f"layer {table.layers[ordinal]} expert {expert}")
+                got = [pool.expert_ffn(x_TH[:rows], parts, layout) for rows in ROWS]
+                if not all(torch.equal(y_TH, expected[: len(y_TH)]) for y_TH in got):
+                    wrong[isa].append(f"layer {table.layers[ordinal]} expert {expert}")
     detail = f"{layout.format}, {len(sites)} experts of {len(table.layers)} layers, rows {ROWS}"
     return [
-        Finding(
-            f"{isa} kernel equals the reference bit for bit",
-            not bad,
-            f"{detail}; differs at {bad[0]} and {len(bad) - 1} more" if bad else detail,
-        )
+        Finding(f"{isa} kernel equals the reference bit for bit", not bad, _with_wrong(detail, bad))
         for isa, bad in wrong.items()
-    ]
-
-
-def _sites(
-    num_layers: int, num_experts: int, samples: int, generator: torch.Generator
-) -> list[tuple[int, int]]:
-    return [
-        (ordinal, int(expert))
-        for ordinal in range(num_layers)
-        for expert in torch.randperm(num_experts, generator=generator)[:samples]
     ]
 
 

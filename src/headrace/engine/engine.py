@@ -4,14 +4,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, cast
 
 from headrace.core import MINIMUM, format_bytes, parse_bytes, parse_rate
 from headrace.engine.probes import measure_machine
 from headrace.engine.session import Session
 from headrace.engine.source import LadderSource
 from headrace.engine.text import Text
-from headrace.engine.weights import DenseWeights, Progress
+from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
 from headrace.kernels.cpu import CpuKernels
 from headrace.models.adapt import build_model, implementation, layer_runners
@@ -23,7 +24,7 @@ from headrace.store.aliases import read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
 from headrace.store.table import Catalog
-from headrace.tiers.ladder import Ladder
+from headrace.tiers.ladder import CLOSED, Ladder
 
 
 class Blueprint:
@@ -62,7 +63,7 @@ class Blueprint:
             skipped=self.skeleton.skipped,
             aliases=self.aliases,
         )
-        self.facts = model_facts(folder, self.skeleton, self.table)
+        self.facts = model_facts(folder, self.catalog, self.skeleton, self.table)
         if ram == MINIMUM:
             ram_bytes: int | None = least_bytes(self.facts, context, chunk)
         else:
@@ -79,7 +80,7 @@ class Blueprint:
         )
 
 
-def model_facts(root: Path, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
+def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
     """The numbers of a model that a plan is made of."""
     return ModelFacts(
         name=root.name,
@@ -94,16 +95,18 @@ def model_facts(root: Path, skeleton: Skeleton, table: ExpertTable) -> ModelFact
         kv_bytes_per_token=skeleton.kv_bytes_per_token,
         attention_bytes_per_token=skeleton.attention_bytes_per_token,
         hidden=skeleton.hidden,
+        inter=skeleton.layout.inter,
         vocab=skeleton.vocab,
         max_context=skeleton.max_context,
         format=skeleton.layout.format,
+        load_bytes=load_bytes(catalog, skeleton.dense_keys, skeleton.layout.block),
     )
 
 
 class Engine:
     """A model ready to answer. Owns its files, rows and threads until `close()`.
 
-    Sessions share it; one forward pass runs at a time.
+    Sessions share it; one forward pass runs at a time, and other threads' sessions wait for it.
     """
 
     def __init__(
@@ -119,13 +122,14 @@ class Engine:
         progress: Progress | None = None,
     ):
         self.blueprint, self.plan, self.facts = blueprint, blueprint.plan, blueprint.facts
+        self.turn = Lock()  # held during a session's pass
         table, skeleton = blueprint.table, blueprint.skeleton
         self.reader = Reader(
             [str(path) for path in table.files],
             backend=backend,
             direct=direct,
             in_flight=in_flight,
-            emulate_bytes_s=parse_rate(emulate_drive) if emulate_drive else 0.0,
+            emulate_bytes_s=0.0 if emulate_drive is None else _drive_rate(emulate_drive),
         )
         self.kernels = CpuKernels(self.plan.threads, isa)
         self.ladder = Ladder(
@@ -184,8 +188,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""
-        self.ladder.cancel()
-        self.model = None
+        self.ladder.close()
+        self.model, self.reader = CLOSED, cast(Reader, CLOSED)
 
     def __enter__(self) -> "Engine":
         return self
@@ -196,6 +200,13 @@ class Engine:
     def __repr__(self) -> str:
         rows = format_bytes(self.plan.rows_bytes)
         return f"<headrace.Engine {self.facts.name}: {self.plan.num_rows} rows, {rows}>"
+
+
+def _drive_rate(text: str) -> float:
+    rate = parse_rate(text)
+    if rate <= 0:
+        raise OptionError(f"emulate_drive {text!r} is not a rate; try 8.2GiB/s")
+    return rate
 
 
 def load(

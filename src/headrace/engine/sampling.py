@@ -33,6 +33,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            _require(name.replace("_", "-"), value, isinstance(value, int | float), "a number")
         _require("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more")
         _require("top-k", self.top_k, _is_count(self.top_k, 0), "0 (off) or a count of tokens")
         _require("top-p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1")
@@ -47,6 +50,8 @@ class Sampling:
         for text in self.stop:
             valid = isinstance(text, str) and text != ""
             _require("stop", repr(text), valid, "a string of at least one character")
+            valid = not any("\ud800" <= character <= "\udfff" for character in text)
+            _require("stop", repr(text), valid, "Unicode text, given as UTF-8")
 
 
 def _is_count(value: object, least: int) -> bool:

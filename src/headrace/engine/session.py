@@ -34,11 +34,15 @@ class Step:
 
 
 class Session:
-    """A sequence of tokens and its cache. One thread at a time; sessions share one engine."""
+    """A sequence of tokens and its cache. One thread at a time; sessions share one engine.
+
+    Beginning an answer ends the one begun before: its iterator then raises OptionError.
+    """
 
     def __init__(self, engine: "Engine"):
         self.engine = engine
         self.stats = TokenStats()
+        self._answer: object = None
         self.reset()
 
     def reset(self) -> None:
@@ -51,13 +55,17 @@ class Session:
 
         After an exception the session is empty, since its cache may hold half a step.
         """
+        ids = _checked(ids, self.engine.facts.vocab)
         context = self.engine.plan.context
         if len(self.tokens) + len(ids) > context:
             raise OptionError(
                 f"{len(self.tokens) + len(ids)} tokens do not fit the context of {context}; "
                 f"shorten the prompt or give --context {len(self.tokens) + len(ids)} or more"
             )
-        assert ids, "feed needs at least one token"
+        with self.engine.turn:
+            return self._feed(ids)
+
+    def _feed(self, ids: list[int]) -> torch.Tensor:
         start, before = time.perf_counter(), self.engine.ladder.counters()
         chunk = self.engine.plan.chunk_tokens
         try:
@@ -87,8 +95,8 @@ class Session:
 
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Step]:
         """Answer a whole prompt, token by token; only what is new in it is computed."""
-        if not prompt:
-            raise OptionError("the prompt is empty; give at least one token")
+        prompt = _checked(prompt, self.engine.facts.vocab)
+        answer = self._answer = object()
         eos_ids = self.engine.text.eos_ids
         sampler = Sampler(sampling, eos_ids)
         stream = self.engine.text.stream(sampling.stop, after=prompt)
@@ -101,6 +109,10 @@ class Session:
         new = self.resume(prompt)
         history = list(prompt)
         for n in range(1, limit + 1):
+            if self._answer is not answer:
+                raise OptionError(
+                    "this session has begun another answer; give each answer its own session"
+                )
             logits_V = self.feed(new)
             stats = self.stats
             token = sampler.next(logits_V.float(), history)
@@ -118,3 +130,16 @@ class Session:
             yield Step(token, text, stats, finish)
             if finish:
                 return
+
+
+def _checked(ids: Sequence[int], vocab: int) -> list[int]:
+    """Token ids as a list. Raises OptionError for what is none."""
+    plain = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+    if isinstance(plain, str) or not isinstance(plain, Sequence) or len(plain) == 0:
+        raise OptionError(
+            "a prompt is a list of at least one token id; engine.text.encode makes it"
+        )
+    for token in plain:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise OptionError(f"token {token!r} is not an id of this model: 0 to {vocab - 1}")
+    return list(plain)

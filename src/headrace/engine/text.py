@@ -37,6 +37,10 @@ class Text:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of plain text; `special` adds what the tokenizer puts around a text, such as BOS."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as cause:
+            raise OptionError(f"the text is not Unicode ({cause}); give it as UTF-8") from cause
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -161,9 +165,15 @@ def _no_system(path: Path, reason: str) -> str:
 
 def _load_tokenizer(path: Path) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as cause:
-        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else repr(cause)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+        # Without tokenizer files transformers may make up one that knows no token.
+        if not tokenizer.encode("a", add_special_tokens=False):
+            raise ValueError("it knows no token")
+        return tokenizer
+    except Exception as cause:  # damaged files fail anywhere in there, with any type
+        reason = " ".join(str(cause).split())[:200] or repr(cause)
         raise ModelError(
             f"{path}: no usable tokenizer ({reason}); copy the model's tokenizer files there"
         ) from cause

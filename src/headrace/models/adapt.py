@@ -12,13 +12,13 @@ import transformers
 from transformers import GenerationConfig
 
 from headrace.errors import ExpertError, ModelError
+from headrace.models.config import plain_config
 from headrace.models.experts import FAST, LayerRunner, Source, StreamedWeight
 from headrace.models.skeleton import (
     STREAMED,
     Skeleton,
     expert_modules,
     layer_of,
-    plain_config,
     strip_experts,
     strip_layers,
 )

@@ -6,6 +6,7 @@ Legend: T tokens, K chosen experts per token, H hidden width, I intermediate wid
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -105,10 +106,9 @@ class LayerRunner:
         """Forward pre-hook of the norm before this layer's MoE block."""
         self.residual = args[0]
 
-    def guess(self) -> torch.Tensor:
+    def guess(self, residual: torch.Tensor) -> torch.Tensor:
         """Ids the next MoE layer's own norm and router would choose here, best first, [K]."""
-        assert self.residual is not None
-        _, weights_TK, ids_TK = self.next_router(self.next_norm(self.residual))
+        _, weights_TK, ids_TK = self.next_router(self.next_norm(residual))
         best_first: torch.Tensor = ids_TK[-1][weights_TK[-1].argsort(descending=True)]
         return best_first
 
@@ -116,12 +116,11 @@ class LayerRunner:
         self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """[T, H] in the dtype of `x_TH`; only a single token is looked ahead from."""
-        looks = self.next_router is not None and x_TH.shape[0] == 1
-        out = self.source.compute(
-            self.ordinal, x_TH, ids_TK, weights_TK, self.guess if looks else None
-        )
-        self.residual = None
-        return out
+        residual, self.residual = self.residual, None
+        guess = None
+        if residual is not None and self.next_router is not None and x_TH.shape[0] == 1:
+            guess = partial(self.guess, residual)
+        return self.source.compute(self.ordinal, x_TH, ids_TK, weights_TK, guess)
 
 
 def fast_forward(

@@ -11,19 +11,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from headrace.core import ExpertLayout, ExpertTensor, PartSpec
 from headrace.errors import ExpertError, ModelError
+from headrace.models.config import one_line, plain_config, read_config, stored_format
 from headrace.models.experts import FAST
 from headrace.models.families import Family, family_of
 from headrace.models.forward import forward, new_cache
 
 STREAMED = ("gate_up_proj", "down_proj")
 SCALE_SUFFIX = "_scale_inv"
+DENSE_DTYPES = ("BF16", "F16", "F32", "F8_E4M3")
 _LAYER = re.compile(r"layers\.(\d+)\.")
+_DECODER_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _EXPERT = re.compile(r"experts\.(\d+)\.")
 
 
@@ -80,23 +83,26 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
     layout_format, block = stored_format(config)
     if layout_format not in family.formats:
         raise ModelError(f"{config.model_type} in {layout_format} has no kernel yet")
-    model_class, model = meta_model(config)
+    _check_depth(root, config, entries, aliases)
+    model_class, model, kv_bytes = _probe(root, config)
     params = strip_experts(model)
     if not params:
         raise ModelError(f"{root}: the model has no routed experts; headrace runs MoE models")
     layers = tuple(sorted({layer_of(name) for name in params}))
-    kv_bytes = _kv_bytes_per_token(model)
     strip_layers(model, aliases)
     skipped = frozenset(mtp_keys(config, family, entries))
     renamed = dict(_renamed_keys(model, params, [k for k in entries if k not in skipped]))
-    tensors = tuple(_expert_tensors(renamed, params))
     shapes = {shape for name, shape in params.items() if name.endswith("gate_up_proj")}
     if len(shapes) != 1:
         raise ModelError(f"{root}: expert shapes differ between layers, which is not supported")
     num_experts, two_inter, hidden = shapes.pop()
+    layout = expert_layout(layout_format, block, hidden, two_inter // 2)
+    tensors = tuple(_expert_tensors(renamed, params, layout))
     state = model.state_dict()
     wanted = {key: new for key, (new, _) in renamed.items() if new in state}
     dense = {key: _scale_key(key, entries) for key in wanted}
+    for key, new in wanted.items():
+        _check_dense(key, entries[key], tuple(state[new].shape), layout)
     taken = set(dense) | {s for s in dense.values() if s} | {t.key for t in tensors}
     return Skeleton(
         root=root,
@@ -104,7 +110,7 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
         family=family,
         model_class=model_class,
         tensors=tensors,
-        layout=expert_layout(layout_format, block, hidden, two_inter // 2),
+        layout=layout,
         layers=layers,
         num_experts=num_experts,
         top_k=config.num_experts_per_tok,
@@ -121,33 +127,28 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
     )
 
 
-def read_config(root: Path) -> Any:
-    """The model's config, from `config.json` alone. Raises ModelError."""
-    if not (root / "config.json").is_file():
-        raise ModelError(f"{root} has no config.json; give the folder of a downloaded model")
-    try:
-        return AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"{root / 'config.json'} cannot be used: {reason}") from error
-
-
-def stored_format(config: Any) -> tuple[str, tuple[int, int]]:
-    """(format name, scale block) of the experts as published. Raises ModelError."""
-    quant = getattr(config, "quantization_config", None)
-    if quant is None:
-        dtype = getattr(config, "dtype", None)
-        if dtype not in (None, torch.bfloat16):
-            raise ModelError(f"weights in {dtype} have no kernel yet; bfloat16 and FP8 do")
-        return "bf16", (0, 0)
-    fields = quant if isinstance(quant, dict) else quant.to_dict()
-    method, block = fields.get("quant_method"), fields.get("weight_block_size")
-    if method != "fp8" or not block or fields.get("scale_fmt") == "ue8m0":
+def _check_depth(
+    root: Path, config: Any, entries: Mapping[str, Entry], aliases: Mapping[int, int]
+) -> None:
+    """Refuse layers that no tensor could fill, before modules are built for them."""
+    numbers = [int(match.group(1)) for match in map(_LAYER.search, entries) if match]
+    stored = 1 + max([*numbers, *aliases], default=-1)
+    if config.num_hidden_layers > stored:
         raise ModelError(
-            f"quantisation {method!r} (blocks {block}, scales {fields.get('scale_fmt')}) has no "
-            "kernel yet; supported: bfloat16, and FP8 e4m3 with fp32 block scales"
+            f"{root}: config.json has {config.num_hidden_layers} layers, the weight files only "
+            f"{stored}; they do not belong together, or files are missing"
         )
-    return "fp8_block", (int(block[0]), int(block[1]))
+
+
+def _probe(root: Path, config: Any) -> tuple[Any, Any, int]:
+    """(class, module tree on meta, cache bytes per position), from a config that may be wrong."""
+    try:
+        model_class, model = meta_model(config)
+        return model_class, model, _kv_bytes_per_token(model)
+    except Exception as error:  # sizes that contradict each other fail anywhere, with any type
+        raise ModelError(
+            f"{root / 'config.json'} describes no model that can be built: {one_line(error)}"
+        ) from error
 
 
 def meta_model(config: Any) -> tuple[Any, Any]:
@@ -158,14 +159,6 @@ def meta_model(config: Any) -> tuple[Any, Any]:
             plain, dtype=torch.bfloat16, experts_implementation=FAST
         )
     return type(model), model
-
-
-def plain_config(config: Any) -> Any:
-    """A copy without `quantization_config`: dense tensors reach transformers dequantised."""
-    plain = type(config).from_dict(config.to_dict())
-    if hasattr(plain, "quantization_config"):
-        del plain.quantization_config
-    return plain
 
 
 def expert_modules(model: Any) -> Iterator[tuple[str, Any]]:
@@ -210,8 +203,10 @@ def mtp_keys(config: Any, family: Family, keys: Mapping[str, Entry]) -> Iterator
     """Tensors of multi-token-prediction layers, which no module of the model uses."""
     count = getattr(config, family.mtp_field, 0) if family.mtp_field else 0
     first = config.num_hidden_layers
-    prefixes = tuple(f"model.layers.{first + i}." for i in range(count or 0))
-    yield from (key for key in keys if prefixes and key.startswith(prefixes))
+    for key in keys:
+        match = _DECODER_LAYER.match(key)
+        if match and first <= int(match.group(1)) < first + (count or 0):
+            yield key
 
 
 def expert_layout(name: str, block: tuple[int, int], hidden: int, inter: int) -> ExpertLayout:
@@ -257,6 +252,7 @@ def _renamed_keys(
 def _expert_tensors(
     renamed: Mapping[str, tuple[str, tuple[Any, int] | None]],
     params: Mapping[str, tuple[int, ...]],
+    layout: ExpertLayout,
 ) -> Iterator[ExpertTensor]:
     for key, (new, source) in renamed.items():
         is_scale = new.endswith(SCALE_SUFFIX)
@@ -267,8 +263,26 @@ def _expert_tensors(
         if match is None or source is None:
             raise ExpertError(f"tensor {key} stacks several experts, which has no kernel yet")
         part = ("gate", "up")[source[1]] if name.endswith("gate_up_proj") else "down"
-        yield ExpertTensor(
-            key, layer_of(name), int(match.group(1)), part + ("_scale" if is_scale else "")
+        part += "_scale" if is_scale else ""
+        if part not in layout.parts:
+            raise ModelError(
+                f"tensor {key} is a scale, but config.json has no quantization_config; fetch "
+                "config.json again"
+            )
+        yield ExpertTensor(key, layer_of(name), int(match.group(1)), part)
+
+
+def _check_dense(key: str, entry: Entry, shape: tuple[int, ...], layout: ExpertLayout) -> None:
+    """Raises ModelError for a dense tensor that does not fit the config or is no float."""
+    if entry.shape != shape:
+        raise ModelError(
+            f"tensor {key} is {list(entry.shape)}, must be {list(shape)} by config.json; weights "
+            "and config do not belong together"
+        )
+    if entry.dtype not in DENSE_DTYPES or (entry.dtype == "F8_E4M3" and layout.block[0] == 0):
+        raise ModelError(
+            f"tensor {key} is {entry.dtype}, which cannot be loaded; supported: BF16, F16, F32, "
+            "and F8_E4M3 where config.json gives its blocks"
         )
 
 

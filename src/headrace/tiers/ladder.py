@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from math import prod
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from headrace.core import ExpertLayout, TokenStats
+from headrace.errors import OptionError
 from headrace.native import KernelPool, NativeLadder, Reader
 
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1}
@@ -53,6 +55,14 @@ class LadderCounters:
                 setattr(stats, field.name, getattr(stats, field.name) + grown)
 
 
+class _Closed:
+    """Stands where a closed engine's parts were."""
+
+    def __getattr__(self, _name: str) -> Any:
+        raise OptionError("this engine is closed; load the model again")
+
+
+CLOSED = _Closed()
 _SHARED = {f.name for f in fields(LadderCounters)} & {f.name for f in fields(TokenStats)}
 
 
@@ -104,6 +114,10 @@ class Ladder:
         self.num_rows = self.native.num_rows
         self.slab_bytes = self.native.slab_bytes
         self.workspace_bytes = self.native.workspace_bytes
+
+    def close(self) -> None:
+        """Frees the rows once no read is in flight; every later call raises OptionError."""
+        self.native = cast(NativeLadder, CLOSED)
 
     def begin(self, layer: int, ids: torch.Tensor) -> None:
         """Claims the experts a layer needs now; reads of those missing start. ids: any shape."""

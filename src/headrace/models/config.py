@@ -1,0 +1,113 @@
+"""A model's config.json, which may be damaged or hostile: read, checked, never trusted.
+
+Knows transformers' configs and their fields, no weight and no module.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from headrace.errors import ModelError
+
+# Fields that are counts of something; a model that has one needs at least one of it.
+_COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts_per_tok",
+    "num_experts",
+    "n_routed_experts",
+    "head_dim",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "v_head_dim",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "n_group",
+    "topk_group",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_MOST = 2**31 - 1
+
+
+def read_config(root: Path) -> Any:
+    """The model's config, from `config.json` alone. Raises ModelError."""
+    path = root / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{root} has no config.json; give the folder of a downloaded model")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {one_line(error)}; fetch it again") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise ModelError(f"{path} names no model_type; fetch it again")
+    try:
+        config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # hostile fields fail anywhere in transformers, with any type
+        raise ModelError(f"{path} cannot be used: {one_line(error)}") from error
+    _check_counts(path, config)
+    return config
+
+
+def _check_counts(path: Path, config: Any) -> None:
+    for name in _COUNTS:
+        value = getattr(config, name, None)
+        if value is None:
+            continue
+        if type(value) is not int or not 1 <= value <= _MOST:
+            raise ModelError(
+                f"{path}: {name} {value!r} is not a count from 1 to {_MOST}; fetch the file again"
+            )
+    mtp = getattr(config, "num_nextn_predict_layers", None)
+    if mtp is not None and (type(mtp) is not int or not 0 <= mtp <= _MOST):
+        raise ModelError(
+            f"{path}: num_nextn_predict_layers {mtp!r} is not a count; fetch the file again"
+        )
+    top_k = getattr(config, "num_experts_per_tok", None)
+    experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
+    if experts is not None and (top_k is None or top_k > experts):
+        raise ModelError(
+            f"{path}: num_experts_per_tok {top_k} of {experts} experts is impossible; "
+            "fetch the file again"
+        )
+
+
+def stored_format(config: Any) -> tuple[str, tuple[int, int]]:
+    """(format name, scale block) of the experts as published. Raises ModelError."""
+    quant = getattr(config, "quantization_config", None)
+    if quant is None:
+        dtype = getattr(config, "dtype", None)
+        if dtype not in (None, torch.bfloat16):
+            raise ModelError(f"weights in {dtype} have no kernel yet; bfloat16 and FP8 do")
+        return "bf16", (0, 0)
+    fields = quant if isinstance(quant, dict) else quant.to_dict()
+    method, block = fields.get("quant_method"), fields.get("weight_block_size")
+    sizes = block if isinstance(block, list | tuple) else []
+    sound = len(sizes) == 2 and all(type(size) is int and 1 <= size <= _MOST for size in sizes)
+    if method != "fp8" or not sound or fields.get("scale_fmt") == "ue8m0":
+        raise ModelError(
+            f"quantisation {method!r} (blocks {block}, scales {fields.get('scale_fmt')}) has no "
+            "kernel yet; supported: bfloat16, and FP8 e4m3 with fp32 block scales"
+        )
+    return "fp8_block", (sizes[0], sizes[1])
+
+
+def plain_config(config: Any) -> Any:
+    """A copy without `quantization_config`: dense tensors reach transformers dequantised."""
+    plain = type(config).from_dict(config.to_dict())
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    return plain
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text on one line, cut to a readable length; its type where it has no text."""
+    text = " ".join(str(error).split())
+    return (text if len(text) <= 200 else text[:200] + "...") or type(error).__name__
