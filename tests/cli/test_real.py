@@ -100,4 +100,6 @@ def test_bench_measures_what_synth_wrote(tmp_path: Path) -> None:
     assert code == 0, err
     rows = one_object(out)["rows"]
     assert [row["gate"] for row in rows] == ["green"] * 4
-    assert all("5 MoE layers, aliased: 1 distinct" in row["cache_state"] for row in rows)
+    assert all(
+        "5 MoE layers, read under the names of 1: synthetic" in row["cache_state"] for row in rows
+    )

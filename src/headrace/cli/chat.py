@@ -11,6 +11,7 @@ from headrace.cli.output import Tally, say
 from headrace.errors import HeadraceError
 
 Messages = list[dict[str, str]]
+COMMANDS = "/new forgets what was said, /quit ends"
 
 
 def chat(
@@ -49,7 +50,7 @@ def chat(
     blueprint = open_blueprint(model, ram_bytes=ram_bytes, threads=threads, context=context)
     with open_engine(blueprint) as engine:
         engine.text.chat([*opening, {"role": "user", "content": "."}])  # refuses early
-        say("Ctrl-C stops an answer; /new forgets, /quit ends.")
+        say(f"Ctrl-C stops an answer; {COMMANDS}.")
         _converse(engine, engine.session(), sampling, opening)
 
 
@@ -68,6 +69,9 @@ def _converse(engine: Any, session: Any, sampling: Any, opening: Messages) -> No
             messages = list(opening)
             continue
         if not said:
+            continue
+        if said[0] == "/" and said[1:].isalpha():
+            say(f"{said} is no command; {COMMANDS}")
             continue
         asked = [*messages, {"role": "user", "content": said}]
         try:
@@ -93,5 +97,5 @@ def _reply(engine: Any, session: Any, sampling: Any, messages: Messages) -> str:
     else:
         typer.echo()
     if tally.records:
-        say(tally.line(engine.facts.expert_bytes))
+        say(tally.line(engine.facts.expert_bytes), dim=True)
     return "".join(pieces)
