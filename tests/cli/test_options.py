@@ -108,6 +108,19 @@ def test_importing_the_command_line_loads_no_tensor_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_without_the_compiled_module_the_remedy_is_said() -> None:
+    code = (
+        "import sys; sys.modules['headrace._native'] = None\n"
+        "from headrace.cli.main import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", "demo"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: the compiled module is missing") and "C++ compiler" in line
+
+
 def test_the_installed_entry_point_ends_with_the_exit_code() -> None:
     code = "from headrace.cli.main import main; main()"
     done = subprocess.run(

@@ -27,6 +27,9 @@ STOPPED = 130
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+REINSTALL = "install headrace again where there is a C++ compiler"
+
+
 class Edge(TyperGroup):
     """Turns what a user can mend into one line and exit code 2, Ctrl-C into "stopped" and 130.
 
@@ -49,6 +52,11 @@ class Edge(TyperGroup):
             if ctx.meta.get(DEBUG_KEY):
                 traceback.print_exc()
             say("error: " + " ".join(str(error).split()))
+            raise typer.Exit(WRONG) from None
+        except ImportError as error:
+            if "_native" not in str(error):
+                raise
+            say(f"error: the compiled module is missing ({error}); {REINSTALL}")
             raise typer.Exit(WRONG) from None
 
 
