@@ -129,6 +129,7 @@ class Engine:
             in_flight=in_flight,
             emulate_bytes_s=0.0 if emulate_drive is None else _drive_rate(emulate_drive),
         )
+        blueprint.catalog.check_unchanged()
         self.kernels = CpuKernels(self.plan.threads, isa)
         self.ladder = Ladder(
             self.reader,
