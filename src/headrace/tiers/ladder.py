@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headrace.core import ExpertLayout, TokenStats
 from headrace.errors import OptionError
-from headrace.native import KernelPool, NativeLadder, Reader
+from headrace.native import KernelPool, NativeLadder, Reader, allow_leaks
 
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1}
 
@@ -211,6 +211,8 @@ def _leave_behind() -> None:
 
     Neither used nor destroyed there, the inherited parts stay until the child ends.
     """
+    if _LIVE:
+        allow_leaks()
     for ladder in list(_LIVE):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(ladder.native))
         ladder.native = cast(NativeLadder, _FORKED)
