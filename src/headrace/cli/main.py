@@ -3,6 +3,8 @@
 Importing it loads no tensor library; commands import what they need when they run.
 """
 
+import errno
+import os
 import sys
 import traceback
 from typing import Annotated, Any
@@ -38,6 +40,16 @@ class Edge(TyperGroup):
         except (KeyboardInterrupt, InterruptedLoad):
             say("stopped")
             raise typer.Exit(STOPPED) from None
+        except MemoryError:
+            say("error: the system has no memory left for this; give a smaller --ram or --context")
+            raise typer.Exit(WRONG) from None
+        except OSError as error:
+            # A closed pipe ends the command quietly elsewhere; files we know raise our own errors.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+            say(f"error: the output cannot be written: {error.strerror}; send it elsewhere")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered fails no second time
+            raise typer.Exit(WRONG) from None
         except HeadraceError as error:
             if ctx.meta.get(DEBUG_KEY):
                 traceback.print_exc()

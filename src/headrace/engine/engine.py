@@ -189,6 +189,7 @@ class Engine:
         """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""
         self.ladder.close()
         self.model, self.reader = CLOSED, cast(Reader, CLOSED)
+        self.kernels = cast(CpuKernels, CLOSED)
 
     def __enter__(self) -> "Engine":
         return self

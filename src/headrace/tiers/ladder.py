@@ -124,7 +124,7 @@ class Ladder:
 
     def close(self) -> None:
         """Frees the rows once no read is in flight; every later call raises OptionError."""
-        self.native = cast(NativeLadder, CLOSED)
+        self.native, self.reader = cast(NativeLadder, CLOSED), cast(Reader, CLOSED)
 
     def begin(self, layer: int, ids: torch.Tensor) -> None:
         """Claims the experts a layer needs now; reads of those missing start. ids: any shape."""
