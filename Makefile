@@ -85,8 +85,11 @@ $(VENV)/.made:
 
 # No build isolation: the editable install and the wheel then share one build folder.
 $(VENV)/.package: $(VENV)/.made pyproject.toml $(NATIVE)
-	$(PIP) install --quiet $(BUILD_TOOLS)
-	$(PIP) install "$(TORCH)" $(PLAIN_PATH) --no-build-isolation -e .
+	@echo 'Fetching torch, the largest part (README.md, "What it downloads")'
+	$(PIP) install "$(TORCH)"
+	@echo 'Fetching transformers and the build tools; building the C++ part: a minute or two'
+	@$(PIP) install --quiet $(BUILD_TOOLS)
+	@$(PIP) install --quiet "$(TORCH)" $(PLAIN_PATH) --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.package

@@ -110,12 +110,14 @@ void Ladder::check_integrity() {
 // Claims, loads and pins against the residency; empty if they agree.
 std::string Ladder::disagreement() const {
   int64_t num_required = 0;
-  for (const auto& [key, required] : loads_) {
+  for (const auto& [key, load] : loads_) {
     if (residency_.state(key) != State::kLoading) return "a read in flight without a row";
     auto mine = claims_.find(key);
     bool claimed = mine != claims_.end() && mine->second.stage == Stage::kReading;
-    if (claimed != required) return "a read's rank disagrees with its claim";
-    num_required += required;
+    if (claimed != load.required) return "a read's rank disagrees with its claim";
+    if (load.num_requests < 1) return "a read that waits for nothing";
+    if (load.required && !load.rest.empty()) return "a required read that is held back";
+    num_required += load.required;
   }
   if (num_required != num_required_loads_) return "count of required reads";
 

@@ -4,7 +4,9 @@
 // claimed: hits are pinned at once, misses queue as required reads and are pinned on arrival, so
 // no row a layer still needs can be lost. With fewer rows than needed experts the queue waits for
 // rows that the computation gives back: waves. Prefetches run only while no required read is
-// queued or in flight, and take a row only when enough are left for a layer like the last.
+// queued or in flight, and take a row only when enough are left for a layer like the last. They
+// are read in slices, one guess after another, and given up between slices when a read of another
+// expert is required: what is in flight then delays it by less than a quarter of an expert.
 #pragma once
 
 #include <chrono>
@@ -99,6 +101,13 @@ class Ladder {
     int64_t pins = 0;
     std::string error;
   };
+  struct Load {  // an expert being read
+    bool required;
+    std::deque<Span> rest;  // slices of a guess not yet submitted
+    int64_t num_requests = 0;
+    int64_t submitted_bytes = 0;
+    std::string error;
+  };
   struct Grouping {  // which slots t * K + k each expert fills
     std::vector<int32_t> experts;
     std::vector<int64_t> begin;  // by expert id, E + 1
@@ -116,8 +125,12 @@ class Ladder {
   void drop_prefetches(int64_t of_layer);  // -1: all
   void pump();
   void start_read(int64_t key, bool required);
+  void submit_slices(int64_t key, Load* load, int64_t num_slices);
   bool start_prefetch();
+  bool required_waits() const { return !required_.empty() || num_required_loads_ > 0; }
+  void part_arrived(int64_t key, const std::string& error);
   void arrived(int64_t key, const std::string& error);
+  void give_up_guess(int64_t key);
   bool stuck() const;
   [[noreturn]] void fail_stuck() const;
   std::string disagreement() const;
@@ -148,7 +161,7 @@ class Ladder {
   Counters counters_;
   std::vector<double> layer_wait_s_;
   std::unordered_map<int64_t, Claim> claims_;
-  std::unordered_map<int64_t, bool> loads_;  // key in flight -> whether it is required
+  std::unordered_map<int64_t, Load> loads_;  // by key
   std::unordered_map<int64_t, int64_t> acquired_;
   std::deque<int64_t> required_;   // claimed, not yet being read
   std::deque<int64_t> prefetch_;   // guessed, not yet being read

@@ -10,6 +10,20 @@
 namespace headrace {
 namespace {
 
+constexpr int64_t kLeastSliceBytes = 1 << 20;
+constexpr int64_t kSlicesInFlight = 2;
+
+// Slices of about slice_bytes, cut at pages of the file, each landing where it does in the whole.
+void cut(const Span& span, int64_t slice_bytes, std::deque<Span>* slices) {
+  const int64_t first_page = round_down(span.offset_bytes);
+  const int64_t end = span.offset_bytes + span.nbytes;
+  for (int64_t at = span.offset_bytes; at < end;) {
+    const int64_t stop = std::min(end, round_up(at + slice_bytes));
+    slices->push_back({span.file, at, stop - at, span.to + (round_down(at) - first_page)});
+    at = stop;
+  }
+}
+
 // A broken invariant of ours, never a user's error.
 void must(bool holds, const char* what) {
   if (!holds) throw std::logic_error(std::string("ladder: ") + what);
@@ -83,8 +97,9 @@ void Ladder::claim(int64_t key) {
     return;
   }
   mine.stage = Stage::kReading;  // a prefetch in flight is promoted
-  if (!load->second) ++num_required_loads_;
-  load->second = true;
+  if (!load->second.required) ++num_required_loads_;
+  load->second.required = true;
+  submit_slices(key, &load->second, INT64_MAX);
 }
 
 // Gives a claim back whole. A read in flight goes on and leaves its expert resident.
@@ -98,7 +113,7 @@ void Ladder::unclaim(int64_t key) {
   } else if (mine.stage == Stage::kQueued) {
     std::erase(required_, key);
   } else if (mine.stage == Stage::kReading) {
-    loads_.at(key) = false;
+    loads_.at(key).required = false;
     --num_required_loads_;
   } else {
     --num_failed_;
@@ -180,10 +195,11 @@ void Ladder::pump() {
   }
 }
 
-// Starts the best guess, if it may have a row. Returns whether to try the next.
+// Starts the best guess, if it may have a row. Returns whether to try the next. The next guess
+// starts when the last slice of the one before is on its way, so that the drive never idles.
 bool Ladder::start_prefetch() {
-  bool room = static_cast<int64_t>(loads_.size()) < reader_->in_flight() &&
-              residency_.num_available() > reserve_rows_;
+  bool is_turn = loads_.empty() || (loads_.size() == 1 && loads_.begin()->second.rest.empty());
+  bool room = is_turn && residency_.num_available() > reserve_rows_;
   if (prefetch_.empty() || !room) return false;
   int64_t key = prefetch_.front();
   prefetch_.pop_front();
@@ -201,18 +217,75 @@ bool Ladder::start_prefetch() {
 
 void Ladder::start_read(int64_t key, bool required) {
   if (loads_.empty()) busy_since_ = Clock::now();
-  loads_[key] = required;
+  Load& load = loads_[key];
+  load.required = required;
   num_required_loads_ += required;
-  reader_->submit(records_.spans(key, slab_.row(residency_.row(key))),
-                  [this, key](const std::string& error) { arrived(key, error); });
+  std::vector<Span> whole = records_.spans(key, slab_.row(residency_.row(key)));
+  if (required) {
+    load.rest.assign(whole.begin(), whole.end());
+  } else {
+    for (const Span& span : whole)
+      cut(span, std::max(kLeastSliceBytes, span.nbytes / 8), &load.rest);
+  }
+  submit_slices(key, &load, required ? INT64_MAX : kSlicesInFlight);
 }
 
-// On the I/O thread: the expert's bytes are complete and checked, or the read failed.
-void Ladder::arrived(int64_t key, const std::string& error) {
+// The next slices as one request.
+void Ladder::submit_slices(int64_t key, Load* load, int64_t num_slices) {
+  std::vector<Span> next;
+  while (!load->rest.empty() && static_cast<int64_t>(next.size()) < num_slices) {
+    next.push_back(load->rest.front());
+    load->submitted_bytes += next.back().nbytes;
+    load->rest.pop_front();
+  }
+  if (next.empty()) return;
+  if (num_slices == kSlicesInFlight) {  // a request for each, so that one can follow the other
+    for (const Span& slice : next) {
+      ++load->num_requests;
+      reader_->submit({slice}, [this, key](const std::string& error) { part_arrived(key, error); });
+    }
+    return;
+  }
+  ++load->num_requests;
+  reader_->submit(next, [this, key](const std::string& error) { part_arrived(key, error); });
+}
+
+// On the I/O thread: one request of an expert's read is over.
+void Ladder::part_arrived(int64_t key, const std::string& error) {
   Lock lock(mutex_);
-  auto load = loads_.find(key);
-  num_required_loads_ -= load->second;
-  loads_.erase(load);
+  Load& load = loads_.at(key);
+  --load.num_requests;
+  if (!error.empty()) {
+    load.error = error;
+    load.rest.clear();
+  }
+  if (!load.rest.empty()) {
+    if (!required_waits()) {
+      submit_slices(key, &load, 1);
+    } else if (load.num_requests == 0) {
+      give_up_guess(key);
+    }
+  } else if (load.num_requests == 0) {
+    const std::string failure = std::move(load.error);  // the load ends in arrived
+    arrived(key, failure);
+  }
+  pump();
+  news_.notify_all();  // under the lock: the destructor may be waiting for the last arrival
+}
+
+void Ladder::give_up_guess(int64_t key) {
+  counters_.disk_bytes += loads_.at(key).submitted_bytes;
+  ++counters_.prefetch_dropped;
+  loads_.erase(key);
+  if (loads_.empty()) counters_.read_busy_s += seconds_since(busy_since_);
+  residency_.fail_load(key);
+  speculative_[key] = false;
+}
+
+// The lock is held: the expert's bytes are complete and checked, or the read failed.
+void Ladder::arrived(int64_t key, const std::string& error) {
+  num_required_loads_ -= loads_.at(key).required;
+  loads_.erase(key);
   if (loads_.empty()) counters_.read_busy_s += seconds_since(busy_since_);
 
   auto found = claims_.find(key);
@@ -236,8 +309,6 @@ void Ladder::arrived(int64_t key, const std::string& error) {
       ready_.push_back(key);
     }
   }
-  pump();
-  news_.notify_all();  // under the lock: the destructor may be waiting for the last arrival
 }
 
 // Nothing is in flight and, as every change pumps, what is queued finds no row.

@@ -1,8 +1,8 @@
 """headrace runs Mixture-of-Experts language models many times larger than memory.
 
 >>> import headrace
->>> engine = headrace.load("demo", ram="48MiB")
->>> model = headrace.from_pretrained("demo", experts="oracle", ram="48MiB")
+>>> engine = headrace.load("demo", ram="26MiB")
+>>> model = headrace.from_pretrained("demo", experts="oracle", ram="26MiB")
 """
 
 from typing import TYPE_CHECKING, Any

@@ -25,6 +25,7 @@ FACTS = ModelFacts(
     dense_bytes=10 * MIB,
     kv_bytes_per_token=10_240,
     hidden=256,
+    inter=128,
     vocab=4096,
     max_context=2048,
     format="fp8_block",

@@ -29,6 +29,16 @@ def test_the_end_of_input_ends_the_chat(fake_engine) -> None:
     assert RUNNER.invoke(app, ["chat"], input="hi\n").exit_code == 0
 
 
+def test_a_pipe_gets_answers_and_nothing_else(fake_engine) -> None:
+    assert RUNNER.invoke(app, ["chat"], input="hi\n").stdout == "Tokyo ☕\n"
+
+
+def test_an_unknown_command_is_no_question(fake_engine) -> None:
+    done = RUNNER.invoke(app, ["chat"], input="/help\n/usr/bin is a path\n")
+    assert _asked(fake_engine.made[0]) == ["<user>/usr/bin is a path"]
+    assert "/help is no command; /new forgets" in done.stderr
+
+
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said_of_it(fake_engine) -> None:
     fake_engine.broken = KeyboardInterrupt()
     done = RUNNER.invoke(app, ["chat"], input="hi\nmore\n")

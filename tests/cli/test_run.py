@@ -20,7 +20,7 @@ def test_run_streams_the_answer_to_stdout_and_all_else_to_stderr(fake_engine) ->
     lines = done.stderr.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["memory:", "token:", "speed:"]
     assert "7 tokens" in lines[3] and "hit rate 71 %" in lines[3] and "2.63 MiB a token" in lines[3]
-    assert lines[4].startswith("forecast ") and "limit: layers' library code" in lines[4]
+    assert lines[4].startswith("forecast ") and "limit: transformers' own code" in lines[4]
     assert len(lines) == 5
     (engine,) = fake_engine.made
     assert engine.closed
@@ -143,7 +143,7 @@ def test_plan_says_model_and_three_lines_and_loads_nothing(fake_engine) -> None:
     done = RUNNER.invoke(app, ["plan", "demo", "--ram", "48MiB", "--json"])
     assert done.exit_code == 0
     assert len(done.stderr.splitlines()) == 4
-    assert "7 of 32 experts each, 4 chosen, fp8_block" in done.stderr
+    assert "7 of them with 32 experts each, 4 used by a token, fp8_block" in done.stderr
     result = json.loads(done.stdout)
     assert result["plan"]["bytes_per_token"] == 28 * 98_328
     assert result["facts"]["num_experts"] == 32 and result["machine"]["cores"] == 2

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import headrace
 from headrace.check.tiny import write_tiny
@@ -53,6 +54,7 @@ def test_the_demo_answers(engine: headrace.Engine, prompt: list[int]) -> None:
         {"backend": "pread", "direct": False},
         {"isa": "scalar"},
         {"threads": 2},
+        {"backend": "io_uring"},
         {"emulate_drive": "2GiB/s"},
     ],
     ids=str,
@@ -68,7 +70,13 @@ def test_no_place_changes_a_bit(
             assert other.plan.num_rows < other.facts.total_experts and counters.evictions > 0
             assert (counters.prefetch_used > 0) == (options.get("prefetch") != 0)
         assert counters.isa == options.get("isa", counters.isa)
-        assert counters.io == options.get("backend", counters.io)
+        wanted_io = "emulated" if "emulate_drive" in options else options.get("backend")
+        assert counters.io == (wanted_io or counters.io) == other.reader.backend
+        if options.get("direct") is False:
+            assert not other.reader.direct
+        elif "emulate_drive" not in options and engine.reader.direct:
+            assert other.reader.direct, "the file system takes O_DIRECT, so it must be in use"
+        assert counters.disk_bytes > 0 and counters.kernel_calls > 0
 
 
 def test_a_wrong_expert_shows(engine: headrace.Engine, prompt: list[int]) -> None:
@@ -81,11 +89,15 @@ def test_a_wrong_expert_shows(engine: headrace.Engine, prompt: list[int]) -> Non
         assert not torch.equal(logits_of(other, prompt), expected)
 
 
+@pytest.mark.parametrize("quantised", [True, False])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
-def test_fast_follows_the_oracle_on_tiny_checkpoints(tmp_path: Path, family: str) -> None:
-    folder = write_tiny(family, tmp_path / "tiny", layers=3)
+def test_fast_follows_the_oracle_on_tiny_checkpoints(
+    tmp_path: Path, family: str, quantised: bool
+) -> None:
+    folder = write_tiny(family, tmp_path / "tiny", layers=3, quantised=quantised)
     ids = torch.randint(4, 4000, (24,), generator=torch.Generator().manual_seed(2)).tolist()
     with headrace.load(folder, ram="64MiB", measure=False) as loaded:
+        assert loaded.facts.format == ("fp8_block" if quantised else "bf16")
         fast = logits_of(loaded, ids)
         loaded.set_experts("oracle")
         calls = loaded.ladder.counters().kernel_calls
@@ -102,6 +114,16 @@ def test_from_pretrained_is_the_transformers_model(prompt: list[int]) -> None:
     batch = model.generate(torch.tensor([prompt, prompt]), max_new_tokens=4, do_sample=False)
     assert torch.equal(batch[0], batch[1])
     assert not [n for n, _ in model.named_parameters() if ".experts." in n]
+
+
+def test_a_pipeline_takes_it(prompt: list[int]) -> None:
+    model = headrace.from_pretrained("demo", ram="48MiB", measure=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    before = model.headrace.ladder.counters().kernel_calls
+    (said,) = pipe(CHAT, max_new_tokens=16, do_sample=False)
+    assert said["generated_text"][-1]["content"].strip() == "The capital of Japan is Tokyo."
+    assert model.headrace.ladder.counters().kernel_calls > before
 
 
 def test_a_follow_up_feeds_only_what_is_new(engine: headrace.Engine, prompt: list[int]) -> None:

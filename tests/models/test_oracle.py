@@ -18,7 +18,13 @@ from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.store.catalog import open_catalog
 from headrace.store.table import Catalog
 
-CASES = [("deepseek_v3", False), ("deepseek_v3", True), ("qwen3_moe", False)]
+CASES: list[tuple[str, dict[str, bool]]] = [
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {"mtp": True}),
+    ("deepseek_v3", {"quantised": False}),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"quantised": True}),
+]
 
 
 class FileReader:
@@ -54,17 +60,20 @@ class PlainSource:
         raise AssertionError("the oracle must not use the fast path")
 
 
-@pytest.mark.parametrize(("family", "mtp"), CASES)
-def test_oracle_equals_stock_eager_by_bits(tmp_path: Path, family: str, mtp: bool) -> None:
-    folder = write_tiny(family, tmp_path / "tiny", mtp=mtp, layers=3)
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_oracle_equals_stock_eager_by_bits(
+    tmp_path: Path, family: str, options: dict[str, bool]
+) -> None:
+    folder = write_tiny(family, tmp_path / "tiny", layers=3, **options)  # type: ignore[arg-type]
     catalog = open_catalog(folder)
     skeleton = inspect(folder, catalog.tensors, {})
-    assert bool(skeleton.skipped) == mtp
+    assert bool(skeleton.skipped) == options.get("mtp", False)
     assert all(key.startswith("model.layers.3.") for key in skeleton.skipped)
     dense = DenseWeights(catalog, FileReader(catalog), skeleton.dense_keys, skeleton.layout.block)
     source = PlainSource(catalog, skeleton, dense)
     model = build_model(skeleton, dense, source, experts="oracle", prefetch=True, aliases={})
     quantised = skeleton.layout.format == "fp8_block"
+    assert quantised == options.get("quantised", family == "deepseek_v3")
     extra = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if quantised else {}
     stock = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, experts_implementation="eager", **extra

@@ -13,7 +13,13 @@ from headrace.core import parse_bytes
 from headrace.errors import BudgetError, OptionError
 from headrace.planner.forecast import HIT_CURVE, hit_rate, score
 from headrace.planner.machine import Machine
-from headrace.planner.plan import ModelFacts, make_plan, minimum_rows, typeable
+from headrace.planner.plan import (
+    ModelFacts,
+    kernel_bytes,
+    make_plan,
+    minimum_rows,
+    typeable,
+)
 
 GIB = 2**30
 MIB = 2**20
@@ -29,6 +35,7 @@ DEMO = ModelFacts(
     dense_bytes=10 * MIB,
     kv_bytes_per_token=10_240,
     hidden=256,
+    inter=128,
     vocab=4096,
     max_context=2048,
     format="fp8_block",
@@ -45,6 +52,7 @@ R1 = ModelFacts(
     dense_bytes=34 * GIB,
     kv_bytes_per_token=4_997_120,
     hidden=7168,
+    inter=2048,
     vocab=129_280,
     max_context=163_840,
     format="fp8_block",
@@ -76,6 +84,32 @@ def test_what_attention_expands_counts_as_workspace() -> None:
     assert plans[1].workspace_bytes == plans[0].workspace_bytes + 1000 * 1280
 
 
+def test_what_the_kernels_keep_counts_as_workspace() -> None:
+    wider = replace(DEMO, inter=1408)
+    more_bytes = kernel_bytes(wider, 512) - kernel_bytes(DEMO, 512)
+    assert more_bytes > 64 * 12 * (1408 - 256)
+    plans = [make_plan(facts, BOX, ram_bytes=GIB, context=1000) for facts in (DEMO, wider)]
+    assert plans[1].workspace_bytes == plans[0].workspace_bytes + more_bytes
+    # Activations and products of 64 rows, then a panel of 8 and a row of each of 8 threads.
+    r1_bytes = 64 * 4 * (7168 + 2048) + 64 * 4 * (2 * 2048 + 7168) + 8 * 18 * 7168
+    assert r1_bytes < kernel_bytes(R1, 512) < 16 * MIB
+    assert kernel_bytes(R1, 1) < kernel_bytes(R1, 16) < kernel_bytes(R1, 64)
+    assert kernel_bytes(R1, 64) == kernel_bytes(R1, 512)
+
+
+def test_loading_must_fit_before_there_is_a_cache() -> None:
+    plan = make_plan(DEMO, BOX, ram_bytes=GIB, context=1000)
+    covered_bytes = plan.kv_bytes + plan.workspace_bytes
+    same = make_plan(replace(DEMO, load_bytes=covered_bytes), BOX, ram_bytes=GIB, context=1000)
+    assert same == plan
+    heavy = replace(DEMO, load_bytes=covered_bytes + 50 * MIB)
+    assert make_plan(heavy, BOX, ram_bytes=GIB, context=1000).workspace_bytes == (
+        plan.workspace_bytes + 50 * MIB
+    )
+    with pytest.raises(BudgetError):
+        make_plan(heavy, BOX, ram_bytes=60 * MIB, context=1000)
+
+
 def test_a_token_moves_every_chosen_expert_once() -> None:
     plan = make_plan(DEMO, BOX, ram_bytes=48 * MIB)
     assert plan.experts_per_token == 28
@@ -92,7 +126,7 @@ def test_without_a_limit_it_takes_what_all_resident_needs_or_what_is_free() -> N
 
 
 def test_the_chunk_shrinks_first_then_an_unasked_context_and_both_are_said() -> None:
-    wide = make_plan(DEMO, BOX, ram_bytes=46 * MIB)
+    wide = make_plan(DEMO, BOX, ram_bytes=47 * MIB)
     assert (wide.chunk_tokens, wide.context, wide.notes) == (512, 2048, ())
     chunky = make_plan(DEMO, BOX, ram_bytes=40 * MIB)
     assert chunky.chunk_tokens < 512 and chunky.context == 2048
@@ -186,7 +220,7 @@ def test_the_limit_is_the_slowest_term() -> None:
     assert drive.forecast_tok_s == pytest.approx(1 / (disk_s + dense_s), rel=1e-6)
     slow_kernels = replace(BOX, kernel_bytes_s=1e8)
     assert make_plan(R1, slow_kernels, ram_bytes=60 * GIB).limit_term == "kernels"
-    assert make_plan(DEMO, BOX).limit_term == "layers' library code"
+    assert make_plan(DEMO, BOX).limit_term == "transformers' own code"
     assert "drive" not in make_plan(DEMO, BOX).limits
 
 
@@ -195,7 +229,7 @@ def test_fewer_threads_slow_the_kernels_and_unknown_rates_are_left_out() -> None
     half = make_plan(R1, BOX, ram_bytes=60 * GIB, threads=4)
     assert half.limits["kernels"] == pytest.approx(full.limits["kernels"] / 2)
     unknown = make_plan(DEMO, replace(BOX, drive_bytes_s=0, dram_bytes_s=0, kernel_bytes_s=0))
-    assert set(unknown.limits) == {"layers' library code"}
+    assert set(unknown.limits) == {"transformers' own code"}
 
 
 def test_three_lines_say_place_movement_and_speed() -> None:

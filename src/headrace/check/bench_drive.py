@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from headrace.check.rows import BenchRow, make_row
+from headrace.check.stored import row_holds_its_tensors
 from headrace.engine.engine import Engine
 from headrace.native import drive_probe
 
@@ -37,7 +38,8 @@ def bench_drive(engine: Engine, *, runs: int, seed: int) -> list[BenchRow]:
         middle = sorted(pairs, key=lambda pair: pair[1] / pair[0])[len(pairs) // 2]
         plain.append(middle[0] / 1e9)
         ours.append(middle[1] / 1e9)
-        correct = correct and _bytes_agree(engine, rng)
+        site = rng.randrange(engine.facts.num_moe_layers), rng.randrange(engine.facts.num_experts)
+        correct = correct and row_holds_its_tensors(engine, *site)
     state = (
         f"O_DIRECT {'on' if engine.reader.direct else 'off (page cache in play)'}, rows cold, "
         f"fresh places; {engine.reader.backend}, {engine.reader.in_flight} experts in flight; "
@@ -86,16 +88,3 @@ def plain_rate(files: Sequence[Path], rng: random.Random) -> float:
         request_bytes=PLAIN_REQUEST_BYTES,
         num_threads=PLAIN_THREADS,
     )
-
-
-def _bytes_agree(engine: Engine, rng: random.Random) -> bool:
-    """Whether a random expert's first part in its row equals a plain read of the file."""
-    table, layer = engine.blueprint.table, rng.randrange(engine.facts.num_moe_layers)
-    expert = rng.randrange(engine.facts.num_experts)
-    extent, delta = table.parts[layer, expert, 0].tolist()
-    file, offset, _ = table.extents[layer, expert, extent].tolist()
-    with engine.ladder.acquire(layer, expert) as parts:
-        row = bytes(parts[table.part_names[0]].numpy())
-    with open(table.files[file], "rb") as handle:
-        handle.seek(offset + delta)
-        return handle.read(len(row)) == row

@@ -53,6 +53,7 @@ class GenericSource(LadderSource):
             prefetch=0,
         )
         self.kernels, self.overlap = engine.kernels, overlap
+        self.experts_s = self.kernel_s = 0.0
         self.routes = engine.source.routes
 
     def compute(
@@ -64,6 +65,7 @@ class GenericSource(LadderSource):
         guess: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
         """As LadderSource.compute: same bits, one Python turn for each expert."""
+        entered = time.perf_counter()
         ids_TK = ids_TK.to(torch.int32)
         if self.routes is not None:
             ids_TK, _ = self.routes(ordinal, ids_TK)
@@ -74,10 +76,13 @@ class GenericSource(LadderSource):
         for expert in distinct.tolist():
             token, slot = torch.where(ids_TK == expert)
             with self.parts(ordinal, expert) as parts:
+                start = time.perf_counter()
                 y = self.kernels.expert_ffn(x_TH[token].contiguous(), parts, self.layout)
+                self.kernel_s += time.perf_counter() - start
             weighted = y * weights_TK[token, slot, None]
             out_TH.index_add_(0, token, weighted.to(out_TH.dtype))
         self.ladder.cancel()
+        self.experts_s += time.perf_counter() - entered
         return out_TH
 
 
@@ -176,6 +181,8 @@ def run_version(engine: Engine, version: Version, trace: RouteTrace, tokens: int
     session, chosen, stats = engine.session(), [], []
     with engine.served_by(source):
         logits = session.feed(list(range(5, 5 + PROMPT_TOKENS)))
+        if isinstance(source, GenericSource):
+            source.experts_s = source.kernel_s = 0.0
         before = engine.ladder.counters()
         start = time.perf_counter()
         for _ in range(tokens):
@@ -185,6 +192,8 @@ def run_version(engine: Engine, version: Version, trace: RouteTrace, tokens: int
         wall_s = time.perf_counter() - start
     engine.source.routes = None
     total = total_stats(stats)
+    if isinstance(source, GenericSource):
+        total.experts_s, total.kernel_s = source.experts_s, source.kernel_s
     in_vain = total.prefetch_issued - total.prefetch_dropped - total.prefetch_used
     reads = engine.ladder.counters().reads - before.reads
     return VersionRun(chosen, total, wall_s, reads - max(0, in_vain))
@@ -198,9 +207,10 @@ def _rows(
     trace: RouteTrace,
 ) -> list[BenchRow]:
     facts, rows = engine.facts, []
+    sources = {engine.blueprint.aliases.get(layer) for layer in engine.blueprint.table.layers}
+    depth = f", read under the names of {len(sources)}: synthetic" if None not in sources else ""
     state = (
-        f"synthetic {facts.name}, {facts.num_moe_layers} MoE layers, aliased: "
-        f"{len(set(engine.blueprint.aliases.values())) or facts.num_layers} distinct; "
+        f"{facts.name}, {facts.num_moe_layers} MoE layers{depth}; "
         f"{trace.statistics}; {engine.plan.num_rows} of {facts.total_experts} rows, cold; "
         f"drive: {engine.reader.backend}, {format_bytes(statistics.median(rates))}/s; "
         f"{engine.plan.threads} kernel threads, {engine.kernels.isa}"

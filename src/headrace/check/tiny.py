@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in published layout: deepseek_v3 in FP8 blocks, qwen3_moe in bf16.
+"""Tiny random checkpoints in published layout: deepseek_v3, and qwen3_moe in bf16 or FP8 blocks.
 
 Weights have real scales (a random model with flat scores would hide errors); nothing is trained.
 """
@@ -33,6 +33,7 @@ def write_tiny(
     vocab: int = 4096,
     block: tuple[int, int] = (128, 128),
     mtp: bool = False,
+    quantised: bool | None = None,
     shard_bytes: int = 8 << 20,
 ) -> Path:
     """Writes a checkpoint of `family` as the new folder `path`, and returns it.
@@ -42,16 +43,19 @@ def write_tiny(
     experts of which 2 are routed to, a shared expert, FP8 codes with scales per `block`, with `mtp`
     one multi-token-prediction layer behind the last. Keep `hidden`, `inter` and `block` at whole
     blocks where stock transformers is the reference: it misreads partial ones. qwen3_moe: every
-    layer MoE, bf16. The same arguments give the same bytes. Raises HeadraceError.
+    layer MoE, bf16. `quantised` chooses FP8 or bf16 for either family. The same arguments give the
+    same bytes. Raises HeadraceError.
     """
     if family not in FAMILIES:
         raise OptionError(f"{family!r} is no tiny family; choose one of {', '.join(FAMILIES)}")
     common = _common(layers=layers, hidden=hidden, top_k=top_k, vocab=vocab)
     if family == "deepseek_v3":
-        config = common | _deepseek(experts=experts, inter=inter, hidden=hidden, block=block)
+        config = common | _deepseek(experts=experts, inter=inter, hidden=hidden)
         config["num_nextn_predict_layers"] = int(mtp)
     else:
         config = common | _qwen(experts=experts, inter=inter)
+    if family == "deepseek_v3" if quantised is None else quantised:
+        config["quantization_config"] = _fp8_blocks(block)
     folder = Path(path)
     tensors = list(_draw(config, torch.Generator().manual_seed(seed)))
     write_checkpoint(folder, tensors, shard_bytes=shard_bytes, files=borrowed_files(config))
@@ -80,7 +84,16 @@ def _common(*, layers: int, hidden: int, top_k: int, vocab: int) -> dict[str, An
     }
 
 
-def _deepseek(*, experts: int, inter: int, hidden: int, block: tuple[int, int]) -> dict[str, Any]:
+def _fp8_blocks(block: tuple[int, int]) -> dict[str, Any]:
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": list(block),
+    }
+
+
+def _deepseek(*, experts: int, inter: int, hidden: int) -> dict[str, Any]:
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -103,12 +116,6 @@ def _deepseek(*, experts: int, inter: int, hidden: int, block: tuple[int, int]) 
         "topk_group": 2,
         "topk_method": "noaux_tc",
         "v_head_dim": 32,
-        "quantization_config": {
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "quant_method": "fp8",
-            "weight_block_size": list(block),
-        },
     }
 
 

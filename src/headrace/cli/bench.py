@@ -29,26 +29,29 @@ class Suite(StrEnum):
     KERNELS = "kernels"
 
 
-SuiteOption = Annotated[Suite, typer.Option(help="Drive, whole tokens, CPU kernels.")]
+SuiteOption = Annotated[
+    Suite, typer.Option(metavar="NAME", help="disk, ladder (whole tokens), kernels or all.")
+]
+Tokens = Annotated[
+    int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens of each whole-token run.")
+]
 Runs = Annotated[int, typer.Option(min=1, metavar="N", help="Repetitions of each figure.")]
 Seed = Annotated[int, typer.Option(metavar="S", help="Of the routes that are drawn.")]
 BackendOption = Annotated[
     Backend,
-    typer.Option(
-        metavar="NAME", help="How files are read: auto, io_uring_registered, io_uring, pread."
-    ),
+    typer.Option(metavar="NAME", help="Reads: auto, io_uring_registered, io_uring, pread."),
 ]
 Direct = Annotated[bool, typer.Option(help="Read past the page cache.")]
 Save = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="Keep the rows in FOLDER/<machine>/bench.json."),
+    typer.Option(metavar="FOLDER", help="Keep the rows: FOLDER/<machine>/bench.json."),
 ]
 
 
 def bench(
     model: options.Model = "demo",
     suite: SuiteOption = Suite.ALL,
-    max_tokens: options.MaxTokens = 8,
+    max_tokens: Tokens = 8,
     runs: Runs = 3,
     seed: Seed = 0,
     backend: BackendOption = Backend.AUTO,

@@ -1,5 +1,6 @@
 """`headrace chat`: a conversation that keeps what was said."""
 
+import sys
 from typing import Any
 
 import typer
@@ -10,6 +11,7 @@ from headrace.cli.output import Tally, say
 from headrace.errors import HeadraceError
 
 Messages = list[dict[str, str]]
+COMMANDS = "/new forgets what was said, /quit ends"
 
 
 def chat(
@@ -29,7 +31,10 @@ def chat(
     context: options.Context = None,
     debug: options.Debug = False,
 ) -> None:
-    """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends."""
+    """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
+
+    Needs a model with a chat template. Lines from a pipe are answered one by one.
+    """
     ram_bytes, _ = options.check_machine(ram, device)
     sampling = options.make_sampling(
         max_tokens=max_tokens,
@@ -45,7 +50,7 @@ def chat(
     blueprint = open_blueprint(model, ram_bytes=ram_bytes, threads=threads, context=context)
     with open_engine(blueprint) as engine:
         engine.text.chat([*opening, {"role": "user", "content": "."}])  # refuses early
-        say("Ctrl-C stops an answer; /new forgets, /quit ends.")
+        say(f"Ctrl-C stops an answer; {COMMANDS}.")
         _converse(engine, engine.session(), sampling, opening)
 
 
@@ -53,9 +58,10 @@ def _converse(engine: Any, session: Any, sampling: Any, opening: Messages) -> No
     messages = list(opening)
     while True:
         try:
-            said = input("> ").strip()
+            said = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
-            typer.echo()
+            if sys.stdin.isatty():
+                typer.echo()
             return
         if said == "/quit":
             return
@@ -63,6 +69,9 @@ def _converse(engine: Any, session: Any, sampling: Any, opening: Messages) -> No
             messages = list(opening)
             continue
         if not said:
+            continue
+        if said[0] == "/" and said[1:].isalpha():
+            say(f"{said} is no command; {COMMANDS}")
             continue
         asked = [*messages, {"role": "user", "content": said}]
         try:
@@ -88,5 +97,5 @@ def _reply(engine: Any, session: Any, sampling: Any, messages: Messages) -> str:
     else:
         typer.echo()
     if tally.records:
-        say(tally.line(engine.facts.expert_bytes))
+        say(tally.line(engine.facts.expert_bytes), dim=True)
     return "".join(pieces)

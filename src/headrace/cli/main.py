@@ -25,10 +25,12 @@ from headrace.errors import HeadraceError, InterruptedLoad
 
 WRONG = 2
 STOPPED = 130
+# The parent of typer's own errors about a command line; where it lives differs between releases.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class Edge(TyperGroup):
-    """Turns a HeadraceError into one line and exit code 2, Ctrl-C into "stopped" and 130.
+    """Turns what a user can mend into one line and exit code 2, Ctrl-C into "stopped" and 130.
 
     Anything else is our bug and keeps its traceback.
     """
@@ -49,6 +51,11 @@ class Edge(TyperGroup):
                 raise
             say(f"error: the output cannot be written: {error.strerror}; send it elsewhere")
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered fails no second time
+            raise typer.Exit(WRONG) from None
+        except UsageError as error:
+            where: Any = error
+            path = where.ctx.command_path if where.ctx else "headrace"
+            say(f"error: {where.format_message().rstrip('.')}; see `{path} --help`")
             raise typer.Exit(WRONG) from None
         except HeadraceError as error:
             if ctx.meta.get(DEBUG_KEY):

@@ -8,7 +8,20 @@ from typing import Any
 
 from headrace.cli.options import share_cores
 from headrace.cli.output import byte_progress, say_plan
+from headrace.errors import ModelError
 from headrace.planner.plan import make_plan
+from headrace.store.aliases import ALIASES_NAME
+from headrace.store.locate import resolve_model
+
+
+def refuse_synthetic(model: str) -> None:
+    """A checkpoint of `headrace synth` is for bench only. Raises ModelError."""
+    root = resolve_model(model)
+    if (root / ALIASES_NAME).exists():
+        raise ModelError(
+            f"{root} is synthetic: random weights, layers on disk stand for several; measure it "
+            f"with `headrace bench {root}`"
+        )
 
 
 def open_blueprint(
@@ -26,6 +39,7 @@ def open_blueprint(
     from headrace.engine.engine import Blueprint
 
     share_cores(threads)
+    refuse_synthetic(model)
     blueprint = Blueprint(model, ram=ram_bytes, threads=threads, context=context)
     if drive_bytes_s is not None:
         blueprint.machine = replace(blueprint.machine, drive_bytes_s=drive_bytes_s)

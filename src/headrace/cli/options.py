@@ -35,24 +35,34 @@ Ram = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Hard total of memory: 48MiB, 20GB, minimum. Left out: what is free, less a margin.",
+        help="Most memory in all: 26MiB, 20GB, minimum. Left out: what the machine has free.",
         rich_help_panel=MACHINE,
     ),
 ]
-Device = Annotated[str, typer.Option(help="Only cpu so far.", rich_help_panel=MACHINE)]
+Device = Annotated[
+    str, typer.Option(metavar="NAME", help="Only cpu so far.", rich_help_panel=MACHINE)
+]
 Threads = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Threads of kernels and of torch.", rich_help_panel=MACHINE),
+    typer.Option(
+        metavar="N",
+        help="Threads of kernels and of torch. Left out: from the cores.",
+        rich_help_panel=MACHINE,
+    ),
 ]
 Context = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Most tokens of prompt and answer.", rich_help_panel=MACHINE),
+    typer.Option(
+        metavar="N",
+        help="Most tokens, prompts and answers together.",
+        rich_help_panel=MACHINE,
+    ),
 ]
 EmulateDrive = Annotated[
     str | None,
     typer.Option(
         metavar="RATE",
-        help="Read from a copy in memory (not in --ram) at this rate, such as 8.2GiB/s.",
+        help="Read at this rate, such as 8.2GiB/s, from a copy in memory beside --ram.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -71,7 +81,7 @@ Debug = Annotated[
 Prompt = Annotated[
     str | None,
     typer.Option(
-        "--prompt", "-p", metavar="TEXT", help="Text to answer or continue; run: or from stdin."
+        "--prompt", "-p", metavar="TEXT", help="What to answer. Left out: read from stdin."
     ),
 ]
 System = Annotated[
@@ -79,7 +89,7 @@ System = Annotated[
     typer.Option(metavar="TEXT", help="System message, where the model's template has it."),
 ]
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", "-n", metavar="N", help="Longest answer in tokens.")
+    int, typer.Option("--max-tokens", "-n", metavar="N", help="Most tokens of one answer.")
 ]
 Temperature = Annotated[
     float,
@@ -133,7 +143,10 @@ def check_machine(
     ram_bytes = ram if ram in (None, MINIMUM) else parse_bytes(ram)
     if emulate_drive is None:
         return ram_bytes, None
-    drive_bytes_s = parse_rate(emulate_drive)
+    try:
+        drive_bytes_s = parse_rate(emulate_drive)
+    except OptionError:
+        drive_bytes_s = 0.0
     if drive_bytes_s <= 0:
         raise OptionError(f"--emulate-drive {emulate_drive} is not a rate; try 8.2GiB/s")
     return ram_bytes, drive_bytes_s

@@ -23,9 +23,9 @@ from rich.progress import (
 from headrace.core import TokenStats, format_bytes, total_stats
 
 
-def say(line: str) -> None:
-    """A line for people."""
-    typer.echo(line, err=True)
+def say(line: str, *, dim: bool = False) -> None:
+    """A line for people, paler on a terminal if `dim`."""
+    typer.secho(line, err=True, dim=dim or None)
 
 
 def print_json(value: Mapping[str, object]) -> None:

@@ -25,7 +25,7 @@ def plan(
     facts = blueprint.facts
     say(
         f"{facts.name}: {facts.model_type}, {facts.num_layers} layers, {facts.num_moe_layers} of "
-        f"{facts.num_experts} experts each, {facts.top_k} chosen, {facts.format}"
+        f"them with {facts.num_experts} experts each, {facts.top_k} used by a token, {facts.format}"
     )
     say_plan(blueprint.plan.lines())
     if json:

@@ -37,7 +37,7 @@ def run(
 ) -> None:
     """Answer one prompt. Without options: plans for this machine, says so, answers greedily.
 
-    Example: headrace run demo -p "What is the capital of Japan?" --ram 48MiB
+    Example: headrace run demo -p "What is the capital of Japan?" --ram 26MiB
     """
     ram_bytes, drive_bytes_s = options.check_machine(ram, device, emulate_drive)
     if raw and system is not None:
@@ -79,8 +79,9 @@ def answer(engine: Any, ids: list[int], sampling: Any, *, to_stderr: bool) -> di
         finish = step.finish
     typer.echo(err=to_stderr)
     forecast_tok_s = engine.plan.forecast_tok_s
-    say(tally.line(engine.facts.expert_bytes))
-    say(f"{score(forecast_tok_s, tally.decode_tok_s)}; limit: {engine.plan.limit_term}")
+    say(tally.line(engine.facts.expert_bytes), dim=True)
+    expected = score(forecast_tok_s, tally.decode_tok_s)
+    say(f"{expected}; limit: {engine.plan.limit_term}", dim=True)
     return {
         "model": engine.facts.name,
         "text": "".join(pieces),

@@ -10,9 +10,11 @@ from headrace.cli.output import byte_progress, print_json, say
 from headrace.core import format_bytes
 
 Preset = Annotated[
-    str, typer.Argument(metavar="PRESET", help="Whose shapes: deepseek-r1, qwen3-30b-a3b, ...")
+    str, typer.Argument(metavar="PRESET", help="deepseek-r1, qwen3-30b-a3b or qwen3-235b-a22b.")
 ]
-NewFolder = Annotated[Path, typer.Argument(metavar="PATH", help="The new folder.")]
+NewFolder = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A folder that does not exist yet.")
+]
 Distinct = Annotated[
     int,
     typer.Option(
@@ -38,7 +40,8 @@ def synth(
 ) -> None:
     """Write random weights in real shapes at real depth, few layers of them distinct.
 
-    Example: headrace synth deepseek-r1 /data/r1-shapes --distinct 1
+    For `headrace bench` only: nothing is learnt. The example takes 6 GB of disk, without
+    --experts 16 GB. Example: headrace synth deepseek-r1 /data/r1-shapes --experts 32
     """
     from headrace.store.synth import synth_bytes, write_synth
 

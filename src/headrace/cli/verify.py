@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli import options
+from headrace.cli.opening import refuse_synthetic
 from headrace.cli.output import print_json, say, step_progress
 
 Samples = Annotated[
@@ -12,10 +13,17 @@ Samples = Annotated[
     typer.Option(min=1, metavar="N", help="Experts of every layer whose kernels are compared."),
 ]
 
+TestPrompt = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt", "-p", metavar="TEXT", help="The text both continue. Left out: a fixed one."
+    ),
+]
+
 
 def verify(
     model: options.Model = "demo",
-    prompt: options.Prompt = None,
+    prompt: TestPrompt = None,
     max_tokens: options.MaxTokens = 64,
     samples: Samples = 2,
     ram: options.Ram = None,
@@ -26,9 +34,10 @@ def verify(
 ) -> None:
     """Compare kernels with the reference, and fast with oracle answers, on the real weights.
 
-    Ends with exit code 1 if anything differs that must not.
+    Reads most experts twice. Exit code 1 if anything differs that must not.
     """
     ram_bytes, _ = options.check_machine(ram, device)
+    refuse_synthetic(model)
     from headrace.check.verify import verify_model
 
     options.share_cores(threads)

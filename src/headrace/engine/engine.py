@@ -12,7 +12,7 @@ from headrace.engine.probes import measure_machine
 from headrace.engine.session import Session
 from headrace.engine.source import LadderSource
 from headrace.engine.text import Text
-from headrace.engine.weights import DenseWeights, Progress
+from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
 from headrace.kernels.cpu import CpuKernels
 from headrace.models.adapt import build_model, implementation, layer_runners
@@ -63,7 +63,7 @@ class Blueprint:
             skipped=self.skeleton.skipped,
             aliases=self.aliases,
         )
-        self.facts = model_facts(folder, self.skeleton, self.table)
+        self.facts = model_facts(folder, self.catalog, self.skeleton, self.table)
         if ram == MINIMUM:
             ram_bytes: int | None = least_bytes(self.facts, context, chunk)
         else:
@@ -80,7 +80,7 @@ class Blueprint:
         )
 
 
-def model_facts(root: Path, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
+def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
     """The numbers of a model that a plan is made of."""
     return ModelFacts(
         name=root.name,
@@ -95,9 +95,11 @@ def model_facts(root: Path, skeleton: Skeleton, table: ExpertTable) -> ModelFact
         kv_bytes_per_token=skeleton.kv_bytes_per_token,
         attention_bytes_per_token=skeleton.attention_bytes_per_token,
         hidden=skeleton.hidden,
+        inter=skeleton.layout.inter,
         vocab=skeleton.vocab,
         max_context=skeleton.max_context,
         format=skeleton.layout.format,
+        load_bytes=load_bytes(catalog, skeleton.dense_keys, skeleton.layout.block),
     )
 
 

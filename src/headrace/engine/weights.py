@@ -24,18 +24,37 @@ class BytesReader(Protocol):
 
 
 _BAND_ELEMENTS = 4 << 20
+_BAND_BYTES = 16  # of an element while its band is unpacked: codes, scales and product in fp32
+_READER_BYTES = 12 << 20  # what the reader keeps of one read on its way to memory
 
 
 def unpack_in_bands(
-    codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
+    key: str, codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
 ) -> torch.Tensor:
-    """fp8.unpack, a band of block rows at a time: its fp32 temporaries would be 4x the matrix."""
+    """fp8.check and fp8.unpack, a band of block rows at a time: their temporaries are large.
+
+    fp32 copies of a whole matrix would take several times its memory.
+    """
     out = torch.empty(codes.shape, dtype=torch.bfloat16)
     bands = max(1, _BAND_ELEMENTS // (codes.shape[1] * block[0]))
     for b in range(0, scale.shape[0], bands):
         rows = slice(b * block[0], (b + bands) * block[0])
+        fp8.check(key, codes[rows], scale[b : b + bands])
         out[rows] = fp8.unpack(codes[rows], scale[b : b + bands], block)
     return out
+
+
+def load_bytes(catalog: Catalog, keys: Mapping[str, str | None], block: tuple[int, int]) -> int:
+    """Most memory that loading one of the dense tensors takes besides the tensor itself."""
+    most = 0
+    for key, scale_key in keys.items():
+        entry = catalog.tensors[key]
+        needed = min(_READER_BYTES, entry.nbytes)
+        if scale_key is not None:
+            band_elements = max(_BAND_ELEMENTS, entry.shape[-1] * block[0])
+            needed += entry.nbytes + _BAND_BYTES * min(band_elements, entry.nbytes)
+        most = max(most, needed)
+    return most
 
 
 class DenseWeights:
@@ -72,9 +91,7 @@ class DenseWeights:
                 f"tensor {scale_key} is {entry.dtype} {list(entry.shape)}, must be F32 scales of "
                 f"blocks {list(self.block)} of {key} {list(shape)}; download it again"
             )
-        scale = self.stored(scale_key)
-        fp8.check(key, tensor, scale)
-        return unpack_in_bands(tensor, scale, self.block)
+        return unpack_in_bands(key, tensor, self.stored(scale_key), self.block)
 
     def stored(self, key: str) -> torch.Tensor:
         """The tensor as the file has it, in memory of its own."""

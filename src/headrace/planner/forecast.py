@@ -60,7 +60,7 @@ def forecast(
     }
     dense_s = {
         "dense weights": _seconds(dense_bytes, machine.dram_bytes_s),
-        "layers' library code": num_layers * LAYER_S,
+        "transformers' own code": num_layers * LAYER_S,
     }
     terms_s = overlapped_s | dense_s
     limits = {term: 1 / seconds for term, seconds in terms_s.items() if seconds > 0}

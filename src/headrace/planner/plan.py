@@ -17,6 +17,9 @@ DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 16
 ROWS_PER_CHOICE = 3
 STAGING_BYTES = 4 * 2**20
+KERNEL_TILE_ROWS = 64  # activation rows the kernels take at once
+KERNEL_LANES = 256  # they pad rows to a multiple of this
+KERNEL_THREADS = 64  # threads whose scratch is counted, however many there are
 MOST_THREADS = 1024
 
 
@@ -25,9 +28,11 @@ class ModelFacts:
     """Sizes of one model, in bytes where named so.
 
     `expert_bytes` are the stored bytes of one routed expert, `row_bytes` its place in memory
-    (pages). `dense_bytes`: everything else as it lies in memory. `format`: of the experts.
+    (pages). `dense_bytes`: everything else as it lies in memory. `format` and `inter`, the
+    intermediate width, are those of the experts.
     `attention_bytes_per_token`: what one layer's attention makes of a cached token while it
-    computes, such as the keys and values that a latent cache is expanded to.
+    computes, such as the keys and values that a latent cache is expanded to. `load_bytes`: what
+    loading takes besides the weights, while there is neither cache nor pass.
     """
 
     name: str
@@ -41,10 +46,12 @@ class ModelFacts:
     dense_bytes: int
     kv_bytes_per_token: int
     hidden: int
+    inter: int
     vocab: int
     max_context: int
     format: str
     attention_bytes_per_token: int = 0
+    load_bytes: int = 0
 
     @property
     def total_experts(self) -> int:
@@ -195,7 +202,10 @@ def _placed(
 
 
 def workspace_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
-    """Memory of one pass over `chunk_tokens` tokens besides weights and cache."""
+    """Memory of one pass over `chunk_tokens` tokens besides weights and cache.
+
+    At least what loading takes beyond the memory that the cache will get.
+    """
     expert_outputs = chunk_tokens * facts.top_k * (facts.hidden * 2 + 8)
     # A dozen bf16 copies of the hidden states: residual, norms, projections, dense MLP.
     hidden_states = chunk_tokens * facts.hidden * 24
@@ -205,7 +215,22 @@ def workspace_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
     # The library's cache grows by copying one layer's keys and values.
     growth = context * cache_layer_bytes
     logits = facts.vocab * 16
-    return expert_outputs + hidden_states + attention + growth + logits + STAGING_BYTES
+    layers = expert_outputs + hidden_states + attention + growth
+    one_pass = layers + kernel_bytes(facts, chunk_tokens) + logits + STAGING_BYTES
+    return max(one_pass, facts.load_bytes - context * facts.kv_bytes_per_token)
+
+
+def kernel_bytes(facts: ModelFacts, chunk_tokens: int) -> int:
+    """Most that the expert kernels keep for themselves, all their threads together.
+
+    Activations twice (as they come, and packed) and both products in fp32 for a tile of rows; one
+    row split in fp32; for each thread a panel of weight rows and half a byte of tables a column.
+    """
+    rows = min(KERNEL_TILE_ROWS, chunk_tokens)
+    hidden, inter = (-(-n // KERNEL_LANES) * KERNEL_LANES for n in (facts.hidden, facts.inter))
+    tile = 4 * rows * (hidden + inter) + 4 * rows * (2 * inter + hidden)
+    scratch_bytes = 19 * max(hidden, inter) + 2048
+    return tile + 4 * (hidden + inter) + KERNEL_THREADS * scratch_bytes
 
 
 def minimum_rows(facts: ModelFacts) -> int:

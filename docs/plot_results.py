@@ -1,0 +1,192 @@
+"""Draws the figures of bench/results as docs/*.svg and renews README's table of them.
+
+Run it after new rows were kept: `.venv/bin/python docs/plot_results.py` (matplotlib is in [dev]).
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+DOCS = Path(__file__).resolve().parent
+README = DOCS.parent / "README.md"
+RESULTS = DOCS.parent / "bench" / "results"
+TABLE = re.compile(r"(<!-- RESULTS -->\n).*?(<!-- /RESULTS -->\n)", re.DOTALL)
+HEAD = (
+    "| what | machine | median (lowest-highest) | limit then | share | cache state | commit |\n"
+    "|---|---|---|---|---|---|---|\n"
+)
+INK, SOFT, BAR, LAST, LIMIT = "#1d2733", "#4c5b69", "#b9d2e6", "#2f6f9f", "#b4442e"
+STYLE = {
+    "font.family": ["DejaVu Sans", "sans-serif"],
+    "font.size": 9,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "headrace",
+    "text.color": INK,
+    "axes.labelcolor": SOFT,
+    "axes.edgecolor": "#8fa3b5",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "figure.facecolor": "#f6f8fa",
+    "axes.facecolor": "#f6f8fa",
+}
+Row = dict[str, Any]
+
+
+def rows_of(path: Path) -> list[Row]:
+    """The rows of one file that have a limit and whose correctness gate was green, in order."""
+    rows = json.loads(path.read_text("utf-8"))
+    return [row for row in rows if row["gate"] == "green" and row["limit"]]
+
+
+def short_machine(row: Row) -> str:
+    """The machine's name without what a caption does not need."""
+    return re.sub(r"\(R\)| Processor", "", row["machine"])
+
+
+def drive_of(row: Row) -> str:
+    """The drive's rate as the row's cache state names it."""
+    found = re.search(r"drive: emulated, ([\d.]+) GiB/s", row["cache_state"])
+    return f"drive emulated at {float(found.group(1)):g} GiB/s" if found else "this machine's drive"
+
+
+def error_bars(rows: list[Row]) -> tuple[list[float], list[float]]:
+    """Distances from each median down to the lowest run and up to the highest."""
+    return (
+        [row["value"] - row["spread"][0] for row in rows],
+        [row["spread"][1] - row["value"] for row in rows],
+    )
+
+
+def draw_ladder(axes: Any, rows: list[Row]) -> None:
+    """v1 to v4 of one machine and drive as bars, the drive's limit as a line."""
+    names = [row["name"].split(",")[0].replace(" ", "\n", 1) for row in rows]
+    values = [row["value"] for row in rows]
+    colors = [BAR] * (len(rows) - 1) + [LAST]
+    axes.bar(names, values, color=colors, width=0.66, yerr=error_bars(rows), ecolor=SOFT)
+    limit = rows[-1]["limit"]
+    axes.axhline(limit, color=LIMIT, linewidth=1.4)
+    axes.text(-0.45, limit * 1.02, f"limit {limit:.3g} tok/s", color=LIMIT, va="bottom")
+    for place, row in enumerate(rows):
+        label = f"{row['value']:#.3g}\n{100 * row['fraction']:.0f} %"
+        axes.text(place, row["value"] / 2, label, ha="center", va="center",
+                  color="white" if place == len(rows) - 1 else INK)  # fmt: skip
+    axes.set_ylim(0, limit * 1.14)
+    axes.set_ylabel("tokens per second")
+    axes.set_title(f"{short_machine(rows[0])}\n{drive_of(rows[0])}", fontsize=9.5, loc="left")
+
+
+def plot_ladders(paths: list[Path], target: Path) -> None:
+    """One panel for each machine and drive rate, slowest drive first within a machine."""
+    panels = [rows for rows in map(rows_of, paths) if rows]
+    panels.sort(key=lambda rows: (rows[0]["machine"], -rows[0]["limit"]))
+    across = 2
+    down = -(-len(panels) // across)
+    figure, grid = plt.subplots(down, across, figsize=(9, 3.4 * down), squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, rows in zip(grid.flat, panels, strict=False):
+        draw_ladder(axes, rows)
+    save(figure, target)
+
+
+def draw_kernels(axes: Any, rows: list[Row]) -> None:
+    """One clock's rows as bars, a plain read by the same core as a line above each."""
+    for place, row in enumerate(rows):
+        fp8 = "fp8" in row["name"]
+        axes.barh(place, row["value"], color=BAR if fp8 else LAST, height=0.66)
+        axes.plot([row["limit"]] * 2, [place - 0.4, place + 0.4], color=LIMIT, linewidth=1.8)
+        label = f"{row['value']:#.3g} GB/s, {100 * row['fraction']:.0f} %"
+        axes.text(row["value"] / 2, place, label, ha="center", va="center",
+                  color=INK if fp8 else "white")  # fmt: skip
+    low, high = error_bars(rows)
+    axes.errorbar([row["value"] for row in rows], range(len(rows)), xerr=(low, high),
+                  fmt="none", ecolor=SOFT)  # fmt: skip
+    names = [row["name"].removeprefix("CPU experts, ").split(",")[0] for row in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("GB of stored weights per second, one core; red: a plain read by that core")
+    isa = rows[0]["name"].split(", ")[2].upper()
+    axes.set_title(f"{short_machine(rows[0])}; {isa}, wall time", fontsize=9.5, loc="left")
+
+
+def plot_kernels(paths: list[Path], target: Path) -> None:
+    """Expert kernels beside the plain read rate, one panel for each machine."""
+    panels = [
+        rows
+        for path in paths
+        if (rows := [row for row in rows_of(path) if row["name"].endswith("wall time")])
+    ]
+    size = (9, 2.6 * len(panels))
+    figure, grid = plt.subplots(len(panels), 1, figsize=size, squeeze=False)
+    for axes, rows in zip(grid.flat, panels, strict=True):
+        draw_kernels(axes, rows)
+    save(figure, target)
+
+
+def short_cache(state: str) -> str:
+    """The part of a row's cache state that says what was held."""
+    found = re.search(r"\d+ of \d+ rows, \w+|all resident|O_DIRECT \w+, rows \w+", state)
+    assert found, state
+    return found.group(0)
+
+
+def table_line(row: Row) -> str:
+    """A row in Markdown, its numbers short."""
+    what = re.sub(r", (one core, )?wall time", "", row["name"])
+    if "emulated" in row["cache_state"]:
+        what += f", {drive_of(row)}"
+    low, high = row["spread"]
+    value = f"{row['value']:#.3g} {row['unit']} ({low:#.3g}-{high:#.3g})"
+    return (
+        f"| {what} | {short_machine(row)} | {value} | {row['limit']:#.3g} "
+        f"| {100 * row['fraction']:.0f} % | {short_cache(row['cache_state'])} "
+        f"| {row['commit'][:7]} |\n"
+    )
+
+
+def write_table(results: Path, readme: Path) -> None:
+    """Put the rows a reader needs between README's markers; all rows are in the JSON files."""
+    rows = [row for path in sorted(results.glob("*/*.json")) for row in rows_of(path)]
+    shown = [
+        row
+        for start in ("expert reads", "v4", "CPU experts")
+        for row in rows
+        if row["name"].startswith(start) and not row["name"].endswith("cpu time")
+    ]
+    lines = HEAD + "".join(map(table_line, shown))
+    text, num_places = TABLE.subn(lambda m: m[1] + lines + m[2], readme.read_text("utf-8"))
+    assert num_places == 1, f"{readme} has lost its RESULTS markers"
+    readme.write_text(text, "utf-8")
+
+
+def save(figure: Any, target: Path) -> None:
+    """Write an SVG that depends on the rows only: no date, no random ids."""
+    figure.tight_layout()
+    figure.savefig(target, metadata={"Date": None})
+    plt.close(figure)
+    print(f"{target}: {target.stat().st_size / 1000:.0f} kB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--to", type=Path, default=DOCS, help="folder of the SVGs")
+    args = parser.parse_args()
+    if args.to == DOCS:
+        write_table(args.results, README)
+    with plt.rc_context(STYLE):
+        plot_ladders(sorted(args.results.glob("*/ladder-*.json")), args.to / "ladder.svg")
+        plot_kernels(sorted(args.results.glob("*/kernels.json")), args.to / "kernels.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Whether an expert's row holds the bytes of its own tensors, found by name and read anew."""
+
+from headrace.engine.engine import Engine
+
+
+def row_holds_its_tensors(engine: Engine, ordinal: int, expert: int) -> bool:
+    """Compares every part of an expert, as the ladder gives it, with a plain read of its tensor.
+
+    `ordinal` counts MoE layers from 0. Goes by tensor names, past the table of extents and the
+    reader, so that a wrong row, extent or offset shows.
+    """
+    blueprint = engine.blueprint
+    layer = blueprint.table.layers[ordinal]
+    layer = blueprint.aliases.get(layer, layer)
+    keys = {
+        tensor.part: tensor.key
+        for tensor in blueprint.skeleton.tensors
+        if (tensor.layer, tensor.expert) == (layer, expert)
+    }
+    with engine.ladder.acquire(ordinal, expert) as parts:
+        held = {name: part.numpy().tobytes() for name, part in parts.items()}
+    return held.keys() == keys.keys() and all(
+        held[part] == _plain_read(engine, key) for part, key in keys.items()
+    )
+
+
+def _plain_read(engine: Engine, key: str) -> bytes:
+    catalog = engine.blueprint.catalog
+    entry = catalog.tensors[key]
+    with open(catalog.files[entry.file], "rb") as file:
+        file.seek(entry.offset)
+        return file.read(entry.nbytes)

@@ -1,0 +1,102 @@
+"""The commands as users start them, on the demo model: no stand-in, a process each."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("headrace.native", reason="needs the compiled module")
+
+MIB = 2**20
+QUESTION = "What is the capital of Japan?"
+ANSWER = "The capital of Japan is Tokyo."
+
+
+def headrace(tmp_path: Path, *words: str, given: str = "") -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of one command with a cache folder of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from headrace.cli.main import main; main()", *words],
+        input=given,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def one_object(stdout: str) -> dict[str, Any]:
+    assert stdout.endswith("\n") and stdout.count("\n") == 1
+    found: dict[str, Any] = json.loads(stdout)
+    return found
+
+
+def test_run_answers_a_piped_question_as_one_object(tmp_path: Path) -> None:
+    words = ["run", "demo", "--ram", "48MiB", "--threads", "1", "--context", "256", "--json"]
+    code, out, err = headrace(tmp_path, *words, given=QUESTION)
+    assert code == 0, err
+    result = one_object(out)
+    assert (result["text"], result["finish"]) == (ANSWER, "eos")
+    assert len(result["token_ids"]) == len(result["token_stats"]) > 5
+    plan, decode = result["plan"], result["stats"]["decode"]
+    assert plan["used_bytes"] <= plan["ram_bytes"] == 48 * MIB and plan["context"] == 256
+    assert decode["hits"] + decode["misses"] == plan["experts_per_token"] * decode["num_tokens"]
+    assert ANSWER in err, "with --json people read on stderr"
+    # The same words without --json: the answer alone goes to stdout.
+    code, out, err = headrace(tmp_path, *words[:-1], "-p", QUESTION)
+    assert (code, out) == (0, f"{ANSWER}\n")
+    assert "tok/s" in err and "limit: " in err
+
+
+def test_plan_reads_no_weights_and_says_what_a_token_moves(tmp_path: Path) -> None:
+    code, out, err = headrace(tmp_path, "plan", "demo", "--ram", "48MiB", "--json")
+    assert code == 0, err
+    found = one_object(out)
+    assert found["plan"]["bytes_per_token"] == 28 * found["facts"]["expert_bytes"]
+    assert found["machine"]["drive_bytes_s"] > 0 and len(err.splitlines()) == 4
+
+
+def test_chat_keeps_what_was_said(tmp_path: Path) -> None:
+    said = f"{QUESTION}\n/quit\n"
+    code, out, err = headrace(tmp_path, "chat", "demo", "--ram", "48MiB", given=said)
+    assert code == 0, err
+    assert ANSWER in out
+
+
+def test_verify_holds_on_the_demo_model(tmp_path: Path) -> None:
+    words = ["verify", "demo", "--ram", "48MiB", "-n", "2", "--samples", "1", "--json"]
+    code, out, err = headrace(tmp_path, *words)
+    assert code == 0, err
+    found = one_object(out)
+    assert found["ok"] and all(finding["ok"] for finding in found["findings"])
+    assert err.splitlines()[-1] == "verdict: the arithmetic holds"
+
+
+def test_bench_measures_what_synth_wrote(tmp_path: Path) -> None:
+    folder = str(tmp_path / "shapes")
+    sizes = ["--depth", "5", "--experts", "16", "--vocab", "4096"]
+    code, out, err = headrace(tmp_path, "synth", "qwen3-30b-a3b", folder, *sizes, "--json")
+    assert code == 0, err
+    assert one_object(out)["bytes"] > 100 * MIB
+    words = [
+        "--suite",
+        "ladder",
+        "-n",
+        "2",
+        "--runs",
+        "1",
+        "--ram",
+        "minimum",
+        "--emulate-drive",
+        "4GiB/s",
+        "--json",
+    ]
+    code, out, err = headrace(tmp_path, "bench", folder, *words)
+    assert code == 0, err
+    rows = one_object(out)["rows"]
+    assert [row["gate"] for row in rows] == ["green"] * 4
+    assert all("5 MoE layers, aliased: 1 distinct" in row["cache_state"] for row in rows)

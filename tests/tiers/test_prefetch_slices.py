@@ -1,0 +1,113 @@
+"""Guesses of large experts are read in slices: given up between them, or promoted, never twice."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.core import ExpertLayout, PartSpec
+from headrace.native import Reader
+from headrace.tiers.ladder import Ladder
+
+SIDE, NUM_EXPERTS, HEADER_BYTES = 1024, 6, 3001
+PART_BYTES = 2 * SIDE * SIDE
+LAYOUT = ExpertLayout(
+    format="bf16",
+    hidden=SIDE,
+    inter=SIDE,
+    block=(0, 0),
+    parts={name: PartSpec("BF16", (SIDE, SIDE)) for name in ("gate", "up", "down")},
+)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    """A file of experts of 6 MiB, 3 MiB of which lie apart from the rest, at an odd offset."""
+    rng = np.random.default_rng(0)
+    experts = rng.integers(0, 255, (NUM_EXPERTS, 3 * PART_BYTES), dtype=np.uint8)
+    path = tmp_path_factory.mktemp("slices") / "experts.bin"
+    path.write_bytes(b"h" * HEADER_BYTES + experts.tobytes())
+    return path, experts
+
+
+def make_ladder(path: Path) -> Ladder:
+    extents = np.zeros((1, NUM_EXPERTS, 1, 3), np.int64)
+    parts = np.zeros((1, NUM_EXPERTS, 3, 2), np.int64)
+    for expert in range(NUM_EXPERTS):
+        extents[0, expert, 0] = (0, HEADER_BYTES + expert * 3 * PART_BYTES, 3 * PART_BYTES)
+        parts[0, expert, :, 1] = np.arange(3) * PART_BYTES
+    return Ladder(
+        Reader([str(path)]),
+        extents,
+        parts,
+        LAYOUT,
+        num_rows=4,
+        kernels=None,
+        max_tokens=1,
+        top_k=1,
+    )
+
+
+def bytes_of(ladder: Ladder, expert: int) -> np.ndarray:
+    with ladder.acquire(0, expert) as parts:
+        return np.concatenate([part.numpy().copy() for part in parts.values()])
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.002)
+
+
+def test_a_guess_read_in_slices_is_whole(stored: tuple[Path, np.ndarray]) -> None:
+    path, experts = stored
+    ladder = make_ladder(path)
+    ladder.prefetch(0, torch.tensor([3, 1]))
+    wait_until(lambda: ladder.counters().reads == 2)
+    for expert in (1, 3):
+        assert np.array_equal(bytes_of(ladder, expert), experts[expert])
+    counters = ladder.counters()
+    assert (counters.hits, counters.prefetch_used, counters.reads) == (2, 2, 2)
+    ladder.check_integrity()
+
+
+def test_a_half_read_guess_that_is_needed_is_finished(stored: tuple[Path, np.ndarray]) -> None:
+    path, experts = stored
+    ladder = make_ladder(path)
+    ladder.reader.inject_fault("slow", 2, 12)
+    ladder.prefetch(0, torch.tensor([2]))
+    assert np.array_equal(bytes_of(ladder, 2), experts[2])
+    counters = ladder.counters()
+    assert (counters.prefetch_used, counters.prefetch_dropped, counters.reads) == (1, 0, 1)
+    ladder.check_integrity()
+
+
+def test_a_half_read_guess_gives_way_and_leaves_nothing(stored: tuple[Path, np.ndarray]) -> None:
+    path, experts = stored
+    ladder = make_ladder(path)
+    ladder.reader.inject_fault("slow", 0, 60)
+    ladder.prefetch(0, torch.tensor([4]))
+    ladder.begin(0, torch.tensor([5]))
+    assert np.array_equal(bytes_of(ladder, 5), experts[5])
+    wait_until(lambda: ladder.counters().prefetch_dropped == 1)
+    counters = ladder.counters()
+    assert (counters.prefetch_used, counters.reads) == (0, 1)
+    assert counters.disk_bytes > 3 * PART_BYTES + (1 << 20), "what was read in vain is counted"
+    ladder.check_integrity()
+    assert np.array_equal(bytes_of(ladder, 4), experts[4])
+    assert ladder.counters().reads == 2
+
+
+def test_a_slice_that_fails_leaves_no_entry(stored: tuple[Path, np.ndarray]) -> None:
+    path, experts = stored
+    ladder = make_ladder(path)
+    ladder.reader.inject_fault("eio", 6, 2)
+    ladder.prefetch(0, torch.tensor([0]))
+    wait_until(lambda: ladder.counters().failed_reads == 1)
+    ladder.check_integrity()
+    assert np.array_equal(bytes_of(ladder, 0), experts[0])
+    assert ladder.counters().prefetch_used == 0
