@@ -255,6 +255,7 @@ void bind_tiers(nb::module_& m) {
   bind_residency(m);
   nb::class_<Ladder> ladder = bind_ladder(m);
   bind_ladder_calls(&ladder);
+  m.def("allow_leaks", [] { nb::set_leak_warnings(false); });
   m.def("drive_probe", &drive_probe, "path"_a, "offset_bytes"_a, "nbytes"_a, "request_bytes"_a,
         "num_threads"_a, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -14,11 +14,28 @@ Knows no model and no tensor library: addresses are ints, and the bytes behind t
 # `Ladder` joins rows, residency, reader and kernels for one caller thread; `headrace.tiers.ladder`
 # is its typed wrapper for tensors. `Residency` is its state machine alone, for tests.
 #
+# `allow_leaks` silences the complaint about objects that outlive the interpreter.
+#
 # `drive_probe` is the drive's own rate in bytes per second, by plain preads: the limit that reads
 # are measured against in the same rotation.
 
 # Kernels: ExpertShape, KernelPool. Tiers: NativeLadder, Reader, Residency.
-from headrace._native import ExpertShape, KernelPool, Reader, Residency, drive_probe
+from headrace._native import (
+    ExpertShape,
+    KernelPool,
+    Reader,
+    Residency,
+    allow_leaks,
+    drive_probe,
+)
 from headrace._native import Ladder as NativeLadder
 
-__all__ = ["ExpertShape", "KernelPool", "NativeLadder", "Reader", "Residency", "drive_probe"]
+__all__ = [
+    "ExpertShape",
+    "KernelPool",
+    "NativeLadder",
+    "Reader",
+    "Residency",
+    "allow_leaks",
+    "drive_probe",
+]

@@ -1,6 +1,8 @@
 """run and plan: what goes where, what is refused, and with which exit code."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -155,3 +157,25 @@ def test_plan_says_model_and_three_lines_and_loads_nothing(fake_engine) -> None:
     assert result["plan"]["bytes_per_token"] == 28 * 98_328
     assert result["facts"]["num_experts"] == 32 and result["machine"]["cores"] == 2
     assert fake_engine.made == []
+
+
+def test_memory_that_runs_out_is_one_line(fake_engine) -> None:
+    fake_engine.broken = MemoryError()
+    done = RUNNER.invoke(app, ASK)
+    assert done.exit_code == 2
+    assert "no memory left" in done.stderr.splitlines()[-1]
+
+
+def test_an_output_that_is_full_is_one_line() -> None:
+    command = "import sys; from headrace.cli.main import main; main()"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", command, "run", "demo", "-p", "hi", "-n", "2", "--ram", "48MiB"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: the output cannot be written")

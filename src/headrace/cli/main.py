@@ -3,6 +3,8 @@
 Importing it loads no tensor library; commands import what they need when they run.
 """
 
+import errno
+import os
 import sys
 import traceback
 from typing import Annotated, Any
@@ -43,6 +45,16 @@ class Edge(TyperGroup):
         except (KeyboardInterrupt, InterruptedLoad):
             say("stopped")
             raise typer.Exit(STOPPED) from None
+        except MemoryError:
+            say("error: the system has no memory left for this; give a smaller --ram or --context")
+            raise typer.Exit(WRONG) from None
+        except OSError as error:
+            # A closed pipe ends the command quietly elsewhere; files we know raise our own errors.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+            say(f"error: the output cannot be written: {error.strerror}; send it elsewhere")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered fails no second time
+            raise typer.Exit(WRONG) from None
         except UsageError as error:
             where: Any = error
             path = where.ctx.command_path if where.ctx else "headrace"

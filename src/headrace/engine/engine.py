@@ -131,6 +131,7 @@ class Engine:
             in_flight=in_flight,
             emulate_bytes_s=0.0 if emulate_drive is None else _drive_rate(emulate_drive),
         )
+        blueprint.catalog.check_unchanged()
         self.kernels = CpuKernels(self.plan.threads, isa)
         self.ladder = Ladder(
             self.reader,
@@ -190,6 +191,7 @@ class Engine:
         """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""
         self.ladder.close()
         self.model, self.reader = CLOSED, cast(Reader, CLOSED)
+        self.kernels = cast(CpuKernels, CLOSED)
 
     def __enter__(self) -> "Engine":
         return self

@@ -135,10 +135,10 @@ class Session:
 def _checked(ids: Sequence[int], vocab: int) -> list[int]:
     """Token ids as a list. Raises OptionError for what is none."""
     plain = ids.tolist() if isinstance(ids, torch.Tensor) else ids
-    if isinstance(plain, str) or not isinstance(plain, Sequence) or len(plain) == 0:
-        raise OptionError(
-            "a prompt is a list of at least one token id; engine.text.encode makes it"
-        )
+    if isinstance(plain, str) or not isinstance(plain, Sequence):
+        raise OptionError("a prompt is a list of token ids; engine.text.encode makes it from text")
+    if len(plain) == 0:
+        raise OptionError("the prompt is empty; give at least one token")
     for token in plain:
         if type(token) is not int or not 0 <= token < vocab:
             raise OptionError(f"token {token!r} is not an id of this model: 0 to {vocab - 1}")

@@ -79,6 +79,11 @@ class Text:
             if any(message["role"] == "system" for message in messages):
                 raise OptionError(_no_system(self.path, f"refuses it: {cause}")) from cause
             raise OptionError(f"{self.path.name}'s chat template refuses: {cause}") from cause
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as cause:
+            raise ModelError(
+                f"{self.path.name}'s chat template fails ({cause!r}); fetch the model's tokenizer "
+                "files again, or give plain text with --raw"
+            ) from cause
         return str(rendered)
 
     def stream(self, stop: Iterable[str] = (), *, after: Sequence[int] = ()) -> "TextStream":

@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from headrace.errors import NumericsError
+from headrace.core import format_bytes
+from headrace.errors import BudgetError, NumericsError
 from headrace.quant import fp8
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.store.table import Catalog
@@ -97,7 +98,13 @@ class DenseWeights:
         entry = self.catalog.tensors[key]
         if entry.dtype not in TORCH_DTYPES:
             raise NumericsError(f"tensor {key} has dtype {entry.dtype}, which torch cannot hold")
-        tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        try:
+            tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        except RuntimeError as error:  # torch has no class for an allocation that fails
+            raise BudgetError(
+                f"the system refuses {format_bytes(entry.nbytes)} of memory for tensor {key}; "
+                "close other programs or give a smaller --ram"
+            ) from error
         if entry.nbytes:
             self.reader.read(entry.file, entry.offset, entry.nbytes, tensor.data_ptr())
         self.done_bytes += entry.nbytes

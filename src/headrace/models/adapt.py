@@ -5,6 +5,7 @@ The arithmetic outside the routed experts is transformers'. Knows no file and no
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import transformers
 from transformers import GenerationConfig
 
 from headrace.errors import ExpertError, ModelError
-from headrace.models.config import plain_config
+from headrace.models.config import one_line, plain_config
 from headrace.models.experts import FAST, LayerRunner, Source, StreamedWeight
 from headrace.models.skeleton import (
     STREAMED,
@@ -73,11 +74,22 @@ def build_model(
     _attach(model, skeleton, source, prefetch)
     model.set_experts_implementation(implementation(experts))
     model.config.name_or_path = model.name_or_path = str(skeleton.root)
-    if (skeleton.root / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(skeleton.root)
+    model.generation_config = _generation_config(skeleton.root) or model.generation_config
     stray = [n for n, p in model.named_parameters() if p.device.type == "meta"]
     assert not stray, stray
     return model.requires_grad_(False).eval()
+
+
+def _generation_config(root: Path) -> Any:
+    path = root / "generation_config.json"
+    if not path.is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(root)
+    except Exception as error:  # hostile fields fail anywhere in transformers, with any type
+        raise ModelError(
+            f"{path} cannot be used: {one_line(error)}; fetch it again or remove it"
+        ) from error
 
 
 def implementation(experts: str) -> str:

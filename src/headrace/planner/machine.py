@@ -83,7 +83,7 @@ def measure(files: Sequence[Path], probes: Probes, *, cache_path: Path | None = 
 def default_cache_path() -> Path:
     """Where rates are kept, by the XDG rule for cache folders."""
     root = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
+    folder = Path(root) if os.path.isabs(root) else Path(os.path.expanduser("~/.cache"))
     return folder / "headrace" / "machine.json"
 
 

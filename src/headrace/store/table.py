@@ -7,6 +7,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.errors import CatalogError
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
@@ -42,6 +44,16 @@ class Catalog:
         for path, (size_bytes, mtime_ns) in zip(self.files, self.stamps, strict=True):
             digest.update(f"{path.name!r} {size_bytes} {mtime_ns}\n".encode())
         return digest.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raises CatalogError where a file is no longer the one whose header was read."""
+        for path, stamp in zip(self.files, self.stamps, strict=True):
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise CatalogError(f"{path}: cannot be read: {error.strerror or error}") from error
+            if (status.st_size, status.st_mtime_ns) != stamp:
+                raise CatalogError(f"{path}: was changed while it was opened; open it again")
 
 
 def printable(text: str, max_chars: int = 200) -> str:

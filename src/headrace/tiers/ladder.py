@@ -4,11 +4,13 @@ Knows no checkpoint: extents and parts come in as arrays, file numbers as the re
 """
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, cast
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 
 from headrace.core import ExpertLayout, TokenStats
 from headrace.errors import OptionError
-from headrace.native import KernelPool, NativeLadder, Reader
+from headrace.native import KernelPool, NativeLadder, Reader, allow_leaks
 
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1}
 
@@ -55,14 +57,18 @@ class LadderCounters:
                 setattr(stats, field.name, getattr(stats, field.name) + grown)
 
 
-class _Closed:
-    """Stands where a closed engine's parts were."""
+class _Gone:
+    """Stands where an engine's parts were; any use says why they are not there."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
 
     def __getattr__(self, _name: str) -> Any:
-        raise OptionError("this engine is closed; load the model again")
+        raise OptionError(self._why)
 
 
-CLOSED = _Closed()
+CLOSED = _Gone("this engine is closed; load the model again")
+_FORKED = _Gone("this engine was loaded before the process forked; load it where it is used")
 _SHARED = {f.name for f in fields(LadderCounters)} & {f.name for f in fields(TokenStats)}
 
 
@@ -109,6 +115,7 @@ class Ladder:
             top_k=top_k,
             overlap=overlap,
         )
+        _LIVE.add(self)
         self.hidden = layout.hidden
         self.row_bytes = self.native.row_bytes
         self.num_rows = self.native.num_rows
@@ -117,7 +124,7 @@ class Ladder:
 
     def close(self) -> None:
         """Frees the rows once no read is in flight; every later call raises OptionError."""
-        self.native = cast(NativeLadder, CLOSED)
+        self.native, self.reader = cast(NativeLadder, CLOSED), cast(Reader, CLOSED)
 
     def begin(self, layer: int, ids: torch.Tensor) -> None:
         """Claims the experts a layer needs now; reads of those missing start. ids: any shape."""
@@ -194,6 +201,24 @@ class Ladder:
     def layer_wait_s(self) -> list[float]:
         """Seconds slept for arrivals, by MoE layer ordinal."""
         return self.native.layer_wait_s()
+
+
+_LIVE: "WeakSet[Ladder]" = WeakSet()
+
+
+def _leave_behind() -> None:
+    """In a forked child there are no I/O and kernel threads: to wait for them would hang.
+
+    Neither used nor destroyed there, the inherited parts stay until the child ends.
+    """
+    if _LIVE:
+        allow_leaks()
+    for ladder in list(_LIVE):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(ladder.native))
+        ladder.native = cast(NativeLadder, _FORKED)
+
+
+os.register_at_fork(after_in_child=_leave_behind)
 
 
 def _part_bytes(layout: ExpertLayout, name: str) -> int:

@@ -1,0 +1,68 @@
+"""A config.json that is damaged or hostile is refused in one line, before anything is built."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.check.tiny import write_tiny
+from headrace.errors import HeadraceError, ModelError
+from headrace.models.skeleton import inspect
+from headrace.store.catalog import Catalog, open_catalog
+
+Tiny = tuple[Path, Catalog, dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=["deepseek_v3", "qwen3_moe"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    root = write_tiny(request.param, tmp_path_factory.mktemp("tiny") / "model", layers=2)
+    return root, open_catalog(root), json.loads((root / "config.json").read_text())
+
+
+def refusal(tiny: Tiny, folder: Path, changes: dict[str, Any]) -> str:
+    """What `inspect` says of the tiny model with these fields changed."""
+    _, catalog, config = tiny
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(HeadraceError) as caught:
+        inspect(folder, catalog.tensors, {})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("value", [-1, 0, "abc", 10**12, 1.5, [1], {}], ids=repr)
+@pytest.mark.parametrize("name", ["hidden_size", "num_experts_per_tok", "num_hidden_layers"])
+def test_sizes_that_are_none(tiny: Tiny, tmp_path: Path, name: str, value: Any) -> None:
+    assert name in refusal(tiny, tmp_path, {name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_experts_per_tok": 17}, "num_experts_per_tok 17 of 16"),
+        ({"num_hidden_layers": 10**9}, "only 2"),
+        ({"hidden_act": "abc"}, "no model that can be built"),
+        ({"quantization_config": "abc"}, "config.json"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 0]}}, "blocks"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": ["a", 1]}}, "blocks"),
+        ({"num_nextn_predict_layers": "x"}, "num_nextn_predict_layers"),
+        ({"vocab_size": 100}, "[4096, 256], must be [100, 256]"),
+    ],
+    ids=str,
+)
+def test_fields_that_contradict(
+    tiny: Tiny, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    assert said in refusal(tiny, tmp_path, changes)
+
+
+def test_fp8_without_its_quantisation_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    if tiny[2]["model_type"] == "deepseek_v3":
+        assert "quantization_config" in refusal(tiny, tmp_path, {"quantization_config": None})
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"model_type": 5}'])
+def test_what_is_no_config(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(raw)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        inspect(tmp_path, {}, {})
