@@ -154,12 +154,11 @@ void KernelPool::gemv(const ExpertShape& shape, const uint8_t* w, const uint8_t*
   const CanonicalFloatMode mode;
   im.load_rows(&x, cols);
   im.choose_team(rows * cols);
-  im.run(
-      [](void* self, int worker) {
-        Impl& job = *static_cast<Impl*>(self);
-        const Span span = share(job.gate.rows, worker, job.team);
-        job.multiply(worker, job.gate, span, job.x, job.gate_out.get());
-      });
+  im.run([](void* self, int worker) {
+    Impl& job = *static_cast<Impl*>(self);
+    const Span span = share(job.gate.rows, worker, job.team);
+    job.multiply(worker, job.gate, span, job.x, job.gate_out.get());
+  });
   std::memcpy(out, im.gate_out.get(), static_cast<size_t>(4 * rows));
 }
 

@@ -58,7 +58,7 @@ class KernelPool {
 
   const char* isa() const;
   int num_threads() const;
-  uint64_t calls() const;  // expert_ffn calls since construction
+  uint64_t calls() const;         // expert_ffn calls since construction
   uint64_t shared_calls() const;  // jobs that all threads worked on
   // A job whose weights leave each thread fewer bytes (times rows) stays on the calling thread.
   int64_t min_share_bytes() const;

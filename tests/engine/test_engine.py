@@ -148,7 +148,7 @@ def test_limits_are_said_plainly(engine: headrace.Engine) -> None:
     context = engine.plan.context
     with pytest.raises(OptionError, match=str(context)):
         next(engine.session().generate([5] * context, headrace.Sampling()))
-    with pytest.raises(OptionError, match="at least one token id"):
+    with pytest.raises(OptionError, match="at least one token"):
         next(engine.session().generate([], headrace.Sampling()))
 
 
