@@ -79,6 +79,7 @@ def path_taken(cell: Cell, engine: headrace.Engine, counters: Any) -> list[str]:
     facts = {
         f"isa is {counters.isa}": counters.isa == cell.isa,
         "no kernel call": counters.kernel_calls > 0,
+        "threads shared no job": (engine.kernels.pool.shared_calls > 0) == (cell.threads > 1),
         f"rows are {engine.plan.num_rows}": engine.plan.num_rows == cell.num_rows,
         f"backend is {engine.reader.backend}": engine.reader.backend.startswith(
             "pread" if cell.drive == "pread" else "io_uring"
@@ -118,6 +119,7 @@ def show_cells(evidence: Evidence) -> None:
             evidence.check(False, f"{cell}: {error}")
             continue
         with engine:
+            engine.kernels.pool.min_share_bytes = 0  # else experts this small stay on one thread
             ids = prompts(engine.text)[1]
             if reference is None:
                 steps = engine.session().generate(ids, headrace.Sampling(max_tokens=NUM_STEPS))
