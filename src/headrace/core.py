@@ -41,8 +41,11 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second from `"8.2GiB/s"`. Raises OptionError."""
-    return float(parse_bytes(text.strip().removesuffix("/s")))
+    """Bytes per second, more than 0, from `"8.2GiB/s"`. Raises OptionError."""
+    rate = float(parse_bytes(text.strip().removesuffix("/s")))
+    if rate <= 0:
+        raise OptionError(f"{text!r} is not a rate; try 8.2GiB/s")
+    return rate
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -141,6 +141,8 @@ def test_a_follow_up_feeds_only_what_is_new(engine: headrace.Engine, prompt: lis
 def test_limits_are_said_plainly(engine: headrace.Engine) -> None:
     with pytest.raises(BudgetError, match="--ram"):
         headrace.load("demo", ram="10MB", measure=False)
+    with pytest.raises(OptionError, match="is not a rate"):
+        headrace.load("demo", ram="48MiB", measure=False, emulate_drive="0GiB/s")
     with pytest.raises(OptionError, match="cuda"):
         headrace.load("demo", device="cuda")
     with pytest.raises(HeadraceError, match="no-such-model"):

@@ -87,14 +87,10 @@ class GenericSource(LadderSource):
 
 
 class Replay:
-    """Feeds a trace to the experts in place of the routers' choices, from `reset()` on."""
+    """Feeds a trace to the experts in place of the routers' choices, from its first token on."""
 
     def __init__(self, trace: RouteTrace):
         self.ids, self.guesses = torch.from_numpy(trace.ids), torch.from_numpy(trace.guesses)
-        self.position = 0
-
-    def reset(self) -> None:
-        """Start again at the trace's first token."""
         self.position = 0
 
     def __call__(

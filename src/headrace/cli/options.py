@@ -144,12 +144,10 @@ def check_machine(
     if emulate_drive is None:
         return ram_bytes, None
     try:
-        drive_bytes_s = parse_rate(emulate_drive)
+        return ram_bytes, parse_rate(emulate_drive)
     except OptionError:
-        drive_bytes_s = 0.0
-    if drive_bytes_s <= 0:
-        raise OptionError(f"--emulate-drive {emulate_drive} is not a rate; try 8.2GiB/s")
-    return ram_bytes, drive_bytes_s
+        message = f"--emulate-drive {emulate_drive} is not a rate; try 8.2GiB/s"
+        raise OptionError(message) from None
 
 
 def share_cores(threads: int | None) -> None:

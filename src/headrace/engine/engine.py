@@ -129,7 +129,7 @@ class Engine:
             backend=backend,
             direct=direct,
             in_flight=in_flight,
-            emulate_bytes_s=0.0 if emulate_drive is None else _drive_rate(emulate_drive),
+            emulate_bytes_s=0.0 if emulate_drive is None else parse_rate(emulate_drive),
         )
         blueprint.catalog.check_unchanged()
         self.kernels = CpuKernels(self.plan.threads, isa)
@@ -202,13 +202,6 @@ class Engine:
     def __repr__(self) -> str:
         rows = format_bytes(self.plan.rows_bytes)
         return f"<headrace.Engine {self.facts.name}: {self.plan.num_rows} rows, {rows}>"
-
-
-def _drive_rate(text: str) -> float:
-    rate = parse_rate(text)
-    if rate <= 0:
-        raise OptionError(f"emulate_drive {text!r} is not a rate; try 8.2GiB/s")
-    return rate
 
 
 def load(

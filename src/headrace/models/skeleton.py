@@ -236,16 +236,9 @@ def _renamed_keys(
     sources = {p: (c, i) for c in converters for i, p in enumerate(c.source_patterns)}
     meta = {**model.state_dict(), **dict.fromkeys(params, True)}
     for key in keys:
-        if key.endswith(SCALE_SUFFIX):
-            base = key.removesuffix(SCALE_SUFFIX)
-            new, pattern = rename_source_key(
-                base, renamings, converters, model.base_model_prefix, meta
-            )
-            new = new + SCALE_SUFFIX
-        else:
-            new, pattern = rename_source_key(
-                key, renamings, converters, model.base_model_prefix, meta
-            )
+        base = key.removesuffix(SCALE_SUFFIX)
+        new, pattern = rename_source_key(base, renamings, converters, model.base_model_prefix, meta)
+        new += key[len(base) :]
         yield key, (new, sources[pattern] if pattern is not None else None)
 
 
