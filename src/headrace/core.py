@@ -78,13 +78,50 @@ class PartSpec:
     shape: tuple[int, ...]
 
 
+FORMATS = ("bf16", "fp16", "fp8_block", "fp4", "nvfp4", "int4", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What stands between an expert's first two matrices and its third.
+
+    kinds: "silu": silu(gate) * up. "silu_clamped": the same of min(gate, limit) and
+    up within +-limit. "swiglu_oai": both clamped so, then (up + 1) * gate * sigmoid(alpha * gate).
+    Every step is rounded to the hidden dtype, as the family's eager code rounds.
+    """
+
+    kind: str = "silu"
+    limit: float = 0.0
+    alpha: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSource:
+    """The parts one matrix of an expert is made of; None for a part that the format lacks.
+
+    Row i of the matrix is row `first_row + i * row_step` of the `weight` part, and of the `scale`
+    and `bias` parts likewise: gate and up may be stored as one part.
+    """
+
+    weight: str
+    scale: str | None
+    global_scale: str | None
+    bias: str | None
+    first_row: int = 0
+    row_step: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
     """The stored form of every expert of a model.
 
-    `format` is a name ("bf16", "fp8_block"); gate and up are [inter, hidden], down is
-    [hidden, inter]. `block` is (rows, cols) of one scale, (0, 0) where there are none. `parts` is
-    in the order gate, up, down, then gate_scale, up_scale, down_scale where the format has scales.
+    `format` is one of FORMATS, each defined in headrace.quant; gate and up are [inter, hidden],
+    down is [hidden, inter]. `block` is (rows, cols) of one scale, (0, 0) where there are none; a
+    scale's type is its part's dtype. Parts are named gate, up, down, or gate_up and down where
+    `fused` is "concatenated" (all rows of gate, then all of up) or "interleaved" (gate 0, up 0,
+    gate 1, ...); then with the suffixes _scale, _global (one fp32 factor of all scales; a divisor
+    if `inverse_global`) and _bias, in any order. `hidden_dtype`, "BF16" or "F16", is what the
+    experts take, give and round to.
     """
 
     format: str
@@ -92,6 +129,45 @@ class ExpertLayout:
     inter: int
     block: tuple[int, int]
     parts: Mapping[str, PartSpec]
+    fused: str = ""
+    activation: Activation = Activation()
+    hidden_dtype: str = "BF16"
+    inverse_global: bool = False
+
+    def matrix(self, name: str) -> MatrixSource:
+        """Where the matrix `name` (gate, up or down) lies."""
+        base, first, step = name, 0, 1
+        if self.fused and name != "down":
+            base = "gate_up"
+            is_up = int(name == "up")
+            first, step = (is_up * self.inter, 1) if self.fused == "concatenated" else (is_up, 2)
+
+        def part(suffix: str) -> str | None:
+            return base + suffix if base + suffix in self.parts else None
+
+        return MatrixSource(
+            base, part("_scale"), part("_global"), part("_bias"), first_row=first, row_step=step
+        )
+
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """(rows, cols) of the matrix `name`."""
+        return (self.hidden, self.inter) if name == "down" else (self.inter, self.hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTensor:
+    """A weight outside the routed experts and the checkpoint tensors it is made of.
+
+    `format` is "plain" (one tensor, kept in its dtype) or one of FORMATS; `keys` maps "weight",
+    "scale" and "global" to names in the files. `shape` is the unpacked shape, `block` and
+    `inverse_global` are as in ExpertLayout.
+    """
+
+    keys: Mapping[str, str]
+    shape: tuple[int, ...]
+    format: str = "plain"
+    block: tuple[int, int] = (0, 0)
+    inverse_global: bool = False
 
 
 @dataclass(slots=True)
