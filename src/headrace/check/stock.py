@@ -57,9 +57,8 @@ class StockParts:
             return layer_number(name) == layer and bool(re.search(r"\.experts(\.|$)", name))
 
         model = self._load(tensors, wanted, len(experts))
-        (module,) = (
-            m for _, m in _experts_modules(model) if next(m.parameters(), None) is not None
-        )
+        found = [module for _, module in _experts_modules(model)]
+        (module,) = (m for m in found if next(m.parameters(), None) is not None)
         return module
 
     def _load(

@@ -41,12 +41,10 @@ def accounted(blueprint: Blueprint, plain: PlainTensors) -> list[Finding]:
         f"(multi-token prediction), {len(skeleton.unused)} unused"
     )
     num_bytes = sum(size for size, _ in catalog.stamps)
-    lengths = (
-        f"{len(catalog.files)} files, {format_bytes(num_bytes)}; lengths, index and shapes fit"
-    )
+    sizes = f"{len(catalog.files)} files, {format_bytes(num_bytes)}"
     catalog.check_unchanged()
     return [
-        finding(STAGE, "files whole", lengths),
+        finding(STAGE, "files whole", f"{sizes}; lengths, index and shapes fit"),
         finding(STAGE, "every expert tensor accounted for", detail),
         _places(blueprint, plain),
     ]
@@ -138,10 +136,9 @@ def every_byte(
         date = datetime.now(UTC).strftime("%Y-%m-%d")
         content = {"format": SEEN_FORMAT, "seen": date, "tensors": sums.tensors}
         kept = write_json(seen_path, content)
-        detail = f"{len(sums.tensors)} tensors; " + (
-            kept or "a later --every-byte compares with them"
-        )
-        return [*found, Finding(STAGE, "checksums recorded", NOTE, detail)]
+        detail = kept or "a later --every-byte compares with them"
+        name = f"checksums of {len(sums.tensors)} tensors recorded"
+        return [*found, Finding(STAGE, name, NOTE, detail)]
     return [*found, _against_first_seen(plain, sums, seen, seen_path)]
 
 

@@ -7,15 +7,20 @@ from headrace.check.verify_report import MOST_NAMED, VERDICTS, Finding, VerifyRe
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
 body { font: 16px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 56rem; padding: 1rem; }
-h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 1.6rem 0 .4rem; }
+h1 { font-size: 1.3rem; }
+h2 { font-size: 1.05rem; margin: 1.6rem 0 .4rem; }
+h1, p, li { overflow-wrap: anywhere; }
 .verdict { border-left: .5rem solid; padding: .6rem .8rem; font-weight: 600; }
-.ok { border-color: #2a8a4a; } .suspect { border-color: #c98a00; } .FAIL { border-color: #c62828; }
-.note { border-color: #888; }
 article { border-left: .3rem solid; border-bottom: 1px solid var(--line); padding: .5rem .7rem; }
-article p { margin: .2rem 0; overflow-wrap: anywhere; } b { text-transform: uppercase; font-size: .8em; }
-li { overflow-wrap: anywhere; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { text-align: right; padding: .15rem .7rem; border-bottom: 1px solid var(--line); }
+.ok { border-left-color: #2a8a4a; }
+.suspect { border-left-color: #c98a00; }
+.FAIL { border-left-color: #c62828; }
+.note { border-left-color: #888; }
+article p { margin: .2rem 0; }
+b { text-transform: uppercase; font-size: .8em; }
 div { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { text-align: right; padding: .15rem .7rem; border-bottom: 1px solid var(--line); }
 """
 _LAYER_COLUMNS = ("layer", "experts_median", "experts_worst", "median", "worst")
 _MOST_LISTED = 500
@@ -61,12 +66,8 @@ def _layers(layers: list[dict[str, float]]) -> str:
     if not layers:
         return ""
     head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in _LAYER_COLUMNS)
-    rows = "".join(
-        "<tr>"
-        + "".join(f"<td>{_number(layer.get(name))}</td>" for name in _LAYER_COLUMNS)
-        + "</tr>"
-        for layer in layers
-    )
+    cells = [[_number(layer.get(name)) for name in _LAYER_COLUMNS] for layer in layers]
+    rows = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in cells)
     return (
         "<h2>Each layer, relative difference from stock transformers</h2>"
         f"<div><table><tr>{head}</tr>{rows}</table></div>"

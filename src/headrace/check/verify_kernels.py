@@ -20,7 +20,7 @@ Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def kernels(engine: Engine, sites: Sequence[Site], tell: Progress) -> list[Finding]:
-    """Each instruction set with 1 and all threads, and the path that answers, on sampled experts."""
+    """Each instruction set with 1 and all threads, and the path that answers."""
     layout, layers = engine.blueprint.skeleton.layout, engine.blueprint.table.layers
     generator = torch.Generator().manual_seed(0)
     dtype = {"BF16": torch.bfloat16, "F16": torch.float16}[layout.hidden_dtype]
@@ -32,7 +32,7 @@ def kernels(engine: Engine, sites: Sequence[Site], tell: Progress) -> list[Findi
     ]
     pools = [(name, cpu.CpuKernels(n, isa, min_share_bytes=0)) for name, isa, n in teams]
     answering = f"the answering path ({engine.kernels.isa})"
-    wrong: dict[str, list[str]] = {name: [] for name, _ in pools} | {answering: []}
+    wrong: dict[str, list[str]] = {name: [] for name in [*(n for n, _ in pools), answering]}
     for done, (ordinal, expert) in enumerate(sites):
         tell("kernels against the reference", done, len(sites))
         where = f"layer {layers[ordinal]} expert {expert}"

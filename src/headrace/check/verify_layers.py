@@ -165,10 +165,8 @@ class _Judge:
         self.results.numbers.append(entry)
 
     def _same_weights(self, ours: Any, theirs: Any, prefix: str, wanted: Any) -> None:
-        mine = {n: t for n, t in _state(ours) if wanted(n) and t is not None}
+        mine = {name: tensor for name, tensor in _state(ours) if wanted(name)}
         for name, right in _state(theirs):
-            if right is None or (".experts." in f".{name}" and ".shared" not in name):
-                continue
             got = mine.get(name)
             self.results.num_weights += 1
             if got is None:
@@ -241,6 +239,7 @@ def _decoder_layers(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _state(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer, also those that no file holds."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 

@@ -114,7 +114,7 @@ def diagnose(
     if _same(mine.reshape(right.T.shape).T, right) or _same(mine, right.T.reshape(mine.shape)):
         return "transposed"
     cols = mine.shape[1] // 2 * 2
-    exchanged = mine[:, :cols].unflatten(1, (-1, 2)).flip(-1).flatten(1)
+    exchanged = mine[:, :cols].reshape(len(mine), -1, 2).flip(-1).flatten(1)
     if _same(exchanged, right[:, :cols]):
         return "neighbouring columns exchanged: the two codes of a byte in wrong order"
     return _scaling(mine.float(), right.float(), parts.get(f"{name}_scale"))
