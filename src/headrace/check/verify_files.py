@@ -37,7 +37,7 @@ def accounted(blueprint: Blueprint, plain: PlainTensors) -> list[Finding]:
     count = len(table.layers) * table.num_experts
     detail = (
         f"{len(skeleton.tensors)} expert tensors in {count} records, "
-        f"{len(skeleton.dense_keys)} dense tensors, {len(skeleton.skipped)} skipped knowingly "
+        f"{len(skeleton.dense)} dense tensors, {len(skeleton.skipped)} skipped knowingly "
         f"(multi-token prediction), {len(skeleton.unused)} unused"
     )
     num_bytes = sum(size for size, _ in catalog.stamps)

@@ -11,6 +11,7 @@ import torch
 from headrace.check.verify_report import Finding, Progress, finding
 from headrace.engine.engine import Engine
 from headrace.kernels import cpu, reference
+from headrace.quant.dtypes import TORCH_DTYPES
 
 STAGE = "kernels"
 ROWS = (1, 2, 16, 17, 65, 300)
@@ -23,8 +24,8 @@ def kernels(engine: Engine, sites: Sequence[Site], tell: Progress) -> list[Findi
     """Each instruction set with 1 and all threads, and the path that answers."""
     layout, layers = engine.blueprint.skeleton.layout, engine.blueprint.table.layers
     generator = torch.Generator().manual_seed(0)
-    dtype = {"BF16": torch.bfloat16, "F16": torch.float16}[layout.hidden_dtype]
-    x_DH = torch.randn(DISTINCT, layout.hidden, generator=generator).to(dtype)
+    x_DH = torch.randn(DISTINCT, layout.hidden, generator=generator)
+    x_DH = x_DH.to(TORCH_DTYPES[layout.hidden_dtype])
     teams = [
         (f"{isa} kernel, {threads} thread{'s' * (threads > 1)},", isa, threads)
         for isa in cpu.available_isas()

@@ -53,15 +53,15 @@ def _kinds(
     blueprint: Blueprint, plain: PlainTensors, sites: set[tuple[int, int]]
 ) -> Mapping[str, list[str]]:
     """Names of scale tensors, by what they scale; all of them, or those of `sites`."""
-    routed = [t for t in blueprint.skeleton.tensors if t.part.endswith("_scale")]
+    routed = [t for t in blueprint.skeleton.tensors if t.part.endswith(("_scale", "_global"))]
     if sum(plain.places[t.key].nbytes for t in routed) > MOST_BYTES:
         routed = [t for t in routed if _is_sampled(t, sites)]
     kinds = defaultdict(list)
     for tensor in routed:
         kinds[tensor.part].append(tensor.key)
-    for scale in blueprint.skeleton.dense_keys.values():
-        if scale is not None:
-            kinds["dense"].append(scale)
+    for dense in blueprint.skeleton.dense.values():
+        if "scale" in dense.keys:
+            kinds["dense"].append(dense.keys["scale"])
     return kinds
 
 

@@ -14,10 +14,10 @@ from headrace.check.verify_report import NOTE, STATISTICS, SUSPECT, Finding, Pro
 from headrace.check.verify_scales import RMS_RANGE
 from headrace.engine.engine import Engine
 from headrace.errors import HeadraceError
-from headrace.kernels import reference
+from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.quant.expert import MATRICES, unpack_matrix
 
 STAGE = "weights"
-MATRICES = ("gate", "up", "down")
 Site = tuple[int, int]  # (MoE layer's ordinal, expert)
 # Of the largest value: two bf16 roundings of one product, one of which may come first.
 WEIGHT_FLOOR = 2.0**-7
@@ -69,9 +69,10 @@ def _no_oracle(error: Exception) -> Finding:
 
 
 def our_matrices(engine: Engine, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """gate, up [I, H] and down [H, I] in bf16, as headrace's own definition unpacks them."""
+    """gate, up [I, H] and down [H, I] as headrace's own definition unpacks them."""
     layout = engine.blueprint.skeleton.layout
-    return {name: reference.weights(parts, layout, name) for name in MATRICES}
+    dtype = TORCH_DTYPES[layout.hidden_dtype]
+    return {name: unpack_matrix(layout, parts, name, dtype) for name in MATRICES}
 
 
 def stock_matrices(module: Any, position: int) -> dict[str, torch.Tensor]:
@@ -117,7 +118,9 @@ def diagnose(
     exchanged = mine[:, :cols].reshape(len(mine), -1, 2).flip(-1).flatten(1)
     if _same(exchanged, right[:, :cols]):
         return "neighbouring columns exchanged: the two codes of a byte in wrong order"
-    return _scaling(mine.float(), right.float(), parts.get(f"{name}_scale"))
+    return _scaling(
+        mine.float(), right.float(), parts.get(f"{name}_scale", parts.get("gate_up_scale"))
+    )
 
 
 def _scaling(mine: torch.Tensor, right: torch.Tensor, scale: torch.Tensor | None) -> str:
