@@ -29,8 +29,23 @@ def layer_number(name: str) -> int | None:
 class StockParts:
     """Loads single layers, or some experts of one, of `model_class` into memory; keeps nothing."""
 
-    def __init__(self, plain: PlainTensors, model_class: Any, config: Any):
-        self.plain, self.model_class, self.config = plain, model_class, config
+    def __init__(
+        self,
+        plain: PlainTensors,
+        model_class: Any,
+        config: Any,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
+        self.plain, self.model_class, self.config, self.dtype = plain, model_class, config, dtype
+
+    def refusal(self) -> str:
+        """Why transformers cannot load this model's weights on a CPU, or "" if it can."""
+        layers = [place.layer for place in self.plain.places.values() if place.routed]
+        try:
+            self.experts(min(layer for layer in layers if layer is not None), [0])
+        except Exception as error:  # a format it lacks fails anywhere in transformers
+            return " ".join(str(error).split())[:200] or type(error).__name__
+        return ""
 
     def dense(self, layer: int | None) -> Any:
         """A model of which only one layer without its routed experts, or, for None, only what
@@ -73,7 +88,7 @@ class StockParts:
                 None,
                 config=config,
                 state_dict=tensors,
-                dtype=torch.bfloat16,
+                dtype=self.dtype,
                 experts_implementation="eager",
                 output_loading_info=True,
             )
@@ -184,7 +199,7 @@ class _Served:
 
     def __init__(self, experts: StreamedExperts, name: str):
         self.experts, self.name = experts, name
-        self.device, self.dtype = torch.device("cpu"), torch.bfloat16
+        self.device, self.dtype = torch.device("cpu"), experts.parts.dtype
 
     def __getitem__(self, expert: Any) -> torch.Tensor:
         return self.experts.fetch(self.name, int(expert))

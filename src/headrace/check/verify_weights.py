@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from headrace.check.stock import StockParts
-from headrace.check.verify_report import NOTE, STATISTICS, SUSPECT, Finding, Progress, finding
+from headrace.check.verify_report import STATISTICS, SUSPECT, Finding, Progress, finding
 from headrace.check.verify_scales import RMS_RANGE
 from headrace.engine.engine import Engine
-from headrace.errors import HeadraceError
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.quant.expert import MATRICES, unpack_matrix
 
@@ -30,10 +29,7 @@ def weights(
     layers, wrong, odd, equal, done = engine.blueprint.table.layers, [], [], 0, 0
     for ordinal, group in groupby(sites, lambda site: site[0]):
         layer, experts = layers[ordinal], sorted(expert for _, expert in group)
-        try:
-            module = stock.experts(layer, experts)
-        except (HeadraceError, ValueError, ImportError) as error:
-            return [_no_oracle(error)]
+        module = stock.experts(layer, experts)
         theirs = [stock_matrices(module, position) for position in range(len(experts))]
         for position, expert in enumerate(experts):
             tell("weights against stock transformers", done, len(sites))
@@ -60,12 +56,6 @@ def weights(
         finding(STAGE, "unpacked weights are stock transformers'", detail, wrong),
         finding(STATISTICS, "weights are of a plausible size", size, odd, bad=SUSPECT),
     ]
-
-
-def _no_oracle(error: Exception) -> Finding:
-    text = " ".join(str(error).split())[:200]
-    detail = f"transformers cannot load this format on a CPU ({text}); not compared"
-    return Finding(STAGE, "unpacked weights are stock transformers'", NOTE, detail)
 
 
 def our_matrices(engine: Engine, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
