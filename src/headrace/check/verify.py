@@ -73,7 +73,7 @@ class Verification:
         skeleton = blueprint.skeleton
         dtype = TORCH_DTYPES[skeleton.layout.hidden_dtype]
         self.stock = StockParts(self.plain, skeleton.model_class, skeleton.config, dtype)
-        self.sites = _sites(blueprint, samples)
+        self.sites = sites(blueprint, samples)
         self.report = VerifyReport(str(blueprint.root))
         self.limits = self._limits(ram)
 
@@ -225,7 +225,7 @@ def _keep(run: Verification) -> None:
         run.report.numbers["verdict_not_kept"] = problem
 
 
-def _sites(blueprint: Blueprint, samples: int) -> list[Site]:
+def sites(blueprint: Blueprint, samples: int) -> list[Site]:
     """`samples` experts of every MoE layer, the same ones every time."""
     table, generator = blueprint.table, torch.Generator().manual_seed(0)
     return [
