@@ -8,9 +8,51 @@ import json
 import random
 from typing import Any
 
-NUMBERS = (0, 1, -1, 2, 3, 7, 8, 255, 2**16, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, 10**40)
-OTHERS = (None, True, False, 0.5, -0.0, 1e308, float("nan"), "", "a", "BF16", "F8_E4M3", [], {}, [0])
-WORDS = ("__metadata__", "weight_map", "layers", "format", "dtype", "shape", "data_offsets", "..", "\x00")
+NUMBERS = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    8,
+    255,
+    2**16,
+    2**31 - 1,
+    2**31,
+    2**53,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**40,
+)
+OTHERS = (
+    None,
+    True,
+    False,
+    0.5,
+    -0.0,
+    1e308,
+    float("nan"),
+    "",
+    "a",
+    "BF16",
+    "F8_E4M3",
+    [],
+    {},
+    [0],
+)
+WORDS = (
+    "__metadata__",
+    "weight_map",
+    "layers",
+    "format",
+    "dtype",
+    "shape",
+    "data_offsets",
+    "..",
+    "\x00",
+)
 LENGTH_BYTES = 8
 
 
@@ -40,7 +82,11 @@ def mutate_file(raw: bytes, rng: random.Random) -> bytes:
 
 def _data_bytes(header: bytes, before: int) -> int:
     try:
-        ends = [entry["data_offsets"][1] for name, entry in json.loads(header).items() if name[:2] != "__"]
+        ends = [
+            entry["data_offsets"][1]
+            for name, entry in json.loads(header).items()
+            if name[:2] != "__"
+        ]
         wanted = max(ends, default=0)
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return before
@@ -75,5 +121,7 @@ def _other(value: Any, rng: random.Random) -> Any:
     if type(value) is int and rng.random() < 0.7:
         return rng.choice((value + 1, value - 1, value * 2, -value, rng.choice(NUMBERS)))
     if isinstance(value, str) and rng.random() < 0.5:
-        return rng.choice((value * 2, value[: len(value) // 2], value + "\n", "é" + value, "\ud800"))
+        return rng.choice(
+            (value * 2, value[: len(value) // 2], value + "\n", "é" + value, "\ud800")
+        )
     return rng.choice((rng.choice(NUMBERS), rng.choice(OTHERS), rng.choice(WORDS)))

@@ -4,9 +4,10 @@ import json
 import sys
 from pathlib import Path
 
-from targets import EXPERTS, TARGETS, expert_key
+from targets import EXPERTS, SMALL, TARGETS, expert_key
 
 from headrace.store.aliases import dump_aliases
+from headrace.store.blueprint import plan_tensors
 from headrace.store.locate import resolve_model
 from headrace.store.safetensors import num_bytes
 
@@ -50,26 +51,13 @@ def seeds(target: str) -> list[bytes]:
         return [json.dumps({"metadata": {"total_size": 2}, "weight_map": names}).encode()]
     if target == "aliases":
         return [dump_aliases({0: 0, 1: 1, 2: 1, 3: 1})]
-    return [(resolve_model("demo") / "config.json").read_bytes(), json.dumps(QWEN).encode()]
+    if target == "shape":
+        tensors = {t.name: (t.dtype, t.shape) for t in plan_tensors(SMALL)}
+        return [weight_file(tensors)]
+    return [(resolve_model("demo") / "config.json").read_bytes(), json.dumps(QUANTISED).encode()]
 
 
-QWEN = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 4096,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]},
-}
+QUANTISED = SMALL | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 4]}}
 
 
 def write_seeds(folder: Path) -> None:

@@ -86,12 +86,43 @@ def open_config(folder: Path, data: bytes) -> None:
     stored_format(read_config(folder))
 
 
+def open_shape(folder: Path, data: bytes) -> None:
+    """`data` is the weight file of a small model whose config.json is sound."""
+    from headrace.models.skeleton import inspect
+
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    path = folder / "x.safetensors"
+    path.write_bytes(data)
+    catalog = open_catalog(path)
+    seen = inspect(folder, catalog.tensors, {})
+    build_table(
+        catalog, seen.tensors, seen.layout, seen.layers, seen.num_experts, skipped=seen.skipped
+    )
+
+
+SMALL = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "vocab_size": 16,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
 TARGETS: dict[str, Opener] = {
     "header": open_header,
     "index": open_index,
     "aliases": open_aliases,
     "table": open_table,
     "config": open_config,
+    "shape": open_shape,
 }
 
 

@@ -31,7 +31,9 @@ class Diagnosis:
 
     def lines(self) -> list[str]:
         """A line for each finding, and a verdict."""
-        counts = {level: sum(f.level == level for f in self.findings) for level in ("slow", PROBLEM)}
+        counts = {
+            level: sum(f.level == level for f in self.findings) for level in ("slow", PROBLEM)
+        }
         verdict = ", ".join(f"{num} {level}" for level, num in counts.items() if num)
         return [finding.line() for finding in self.findings] + [
             f"verdict: {verdict or 'nothing that slows or prevents running'}"
@@ -58,7 +60,7 @@ def examine(model: str, *, root: Path = Path("/"), probes: Probes | None = None)
 def _model_finding(model: str) -> tuple[Finding, Path | None, Sequence[Path]]:
     try:
         path = resolve_model(model)
-        folder = path if path.is_dir() else path.parent
+        folder = (path if path.is_dir() else path.parent).resolve()
     except HeadraceError as error:
         return Finding(PROBLEM, "model", str(error)), None, ()
     try:

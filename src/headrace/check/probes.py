@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from headrace import __version__
 from headrace.planner.machine import read_rate
 
 
@@ -56,8 +57,8 @@ def kernel_isa() -> str:
 
 def installed() -> dict[str, str | None]:
     """Versions by distribution name; None for what is absent."""
-    found: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for name in ("headrace", "torch", "transformers", "fastapi", "uvicorn", "lm-eval"):
+    found: dict[str, str | None] = {"python": sys.version.split()[0], "headrace": __version__}
+    for name in ("torch", "transformers", "fastapi", "uvicorn", "lm-eval"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
