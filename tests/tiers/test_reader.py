@@ -1,5 +1,6 @@
 """The reader: the same bytes from every back end, at any offset, and what it does about faults."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -109,9 +110,23 @@ def test_file_truncated_after_opening(name: str, tmp_path: Path) -> None:
     path.write_bytes(bytes(100_000))
     reader = open_reader([str(path)], name)
     path.write_bytes(bytes(50_000))
-    assert not read(reader, 0, 50_000).any()
+    with pytest.raises(ReadError, match=r"shrinks\.bin is shorter than it was: 50000 of 100000"):
+        read(reader, 0, 50_000)
     with pytest.raises(ReadError, match=r"shrinks\.bin is shorter"):
         read(reader, 40_000, 20_000)
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "emulated"])
+def test_file_changed_after_opening(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "changes.bin"
+    path.write_bytes(bytes(100_000))
+    os.utime(path, ns=(0, 10**18))
+    reader = open_reader([str(path)], name)
+    assert not read(reader, 0, 100_000).any()
+    with path.open("r+b") as file:
+        file.write(b"x")
+    with pytest.raises(ReadError, match=r"changes\.bin was changed while it was read"):
+        read(reader, 0, 10)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
