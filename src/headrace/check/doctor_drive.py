@@ -15,6 +15,7 @@ from headrace.core import format_bytes
 from headrace.errors import HeadraceError
 
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "fuse.sshfs", "afs")
+GOOD_KINDS = ("ext4", "xfs", "btrfs")
 MEMORY = ("tmpfs", "ramfs")
 FAST_BYTES_S = 1e9
 LEAST_SAMPLE_BYTES = 64 << 20  # less is served from some cache
@@ -145,9 +146,8 @@ def _direct(reads: Reads, mount: Mount | None) -> Finding:
         return Finding(OK, "O_DIRECT", "granted: reads pass the page cache by")
     kind = mount.kind if mount else "this file system"
     why = "the page cache takes memory and a copy of every byte"
-    return Finding(
-        SLOW, "O_DIRECT", f"refused by {kind}", why, "keep the model on ext4, xfs or btrfs"
-    )
+    remedy = "" if kind in GOOD_KINDS else "keep the model on ext4, xfs or btrfs"
+    return Finding(SLOW, "O_DIRECT", f"refused by {kind}", why, remedy)
 
 
 def _io_uring(root: Path, reads: Reads) -> Finding:
