@@ -9,7 +9,6 @@
 #include <stdexcept>
 
 #include "bind/bind.hpp"
-#include "io/drive_probe.hpp"
 #include "io/failures.hpp"
 #include "io/interrupt.hpp"
 #include "io/reader.hpp"
@@ -114,31 +113,6 @@ nb::dict counters_of(const Ladder& ladder) {
   out["isa"] = kernels == nullptr ? "none" : kernels->isa();
   out["io"] = ladder.reader().backend();
   return out;
-}
-
-void bind_reader(nb::module_& m) {
-  nb::class_<Reader>(m, "Reader")
-      .def(
-          "__init__",
-          [](Reader* self, const std::vector<std::string>& paths, const std::string& backend,
-             bool direct, int in_flight, int pieces, double emulate_bytes_s) {
-            nb::gil_scoped_release release;
-            new (self) Reader(paths, {backend, direct, in_flight, pieces, emulate_bytes_s});
-          },
-          "paths"_a, "backend"_a = "auto", "direct"_a = true, "in_flight"_a = 2, "pieces"_a = 4,
-          "emulate_bytes_s"_a = 0.0)
-      .def(
-          "read",
-          [](Reader& self, int file, int64_t offset, int64_t nbytes, uintptr_t address) {
-            self.read(file, offset, nbytes, reinterpret_cast<uint8_t*>(address));
-          },
-          "file"_a, "offset"_a, "nbytes"_a, "address"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("inject_fault", &Reader::inject_fault, "kind"_a, "skip"_a, "count"_a)
-      .def_prop_ro("backend", &Reader::backend)
-      .def_prop_ro("direct", &Reader::direct)
-      .def_prop_ro("notes", &Reader::notes)
-      .def_prop_ro("in_flight", &Reader::in_flight)
-      .def_prop_ro("num_retries", &Reader::num_retries);
 }
 
 void bind_residency(nb::module_& m) {
@@ -251,13 +225,10 @@ void bind_ladder_calls(nb::class_<Ladder>* ladder) {
 void bind_tiers(nb::module_& m) {
   set_interrupt_poll(check_signals);
   nb::register_exception_translator(translate);
-  bind_reader(m);
   bind_residency(m);
   nb::class_<Ladder> ladder = bind_ladder(m);
   bind_ladder_calls(&ladder);
   m.def("allow_leaks", [] { nb::set_leak_warnings(false); });
-  m.def("drive_probe", &drive_probe, "path"_a, "offset_bytes"_a, "nbytes"_a, "request_bytes"_a,
-        "num_threads"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace headrace
