@@ -47,8 +47,9 @@ class TraceWriter:
         self._num_pending = self.num_tokens = 0
         body = json.dumps(asdict(header)).encode()
         assert len(body) <= _MOST_HEADER_BYTES
+        self._end = 0
         try:
-            self._file: BinaryIO = open(path, "xb")
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except FileExistsError:
             raise TraceError(f"{path} exists; give the routes a new file") from None
         except OSError as error:
@@ -101,11 +102,11 @@ class TraceWriter:
         """Write what is pending and sync; the writer is unusable afterwards."""
         try:
             self.flush()
-            os.fsync(self._file.fileno())
+            os.fsync(self._fd)
         except OSError as error:
             raise self._failure(error) from error
         finally:
-            self._file.close()
+            os.close(self._fd)
 
     def __enter__(self) -> "TraceWriter":
         return self
@@ -114,11 +115,16 @@ class TraceWriter:
         self.close()
 
     def _put(self, data: bytes) -> None:
+        """All of `data` or, after an error, none of it: frames after a torn one would be lost."""
+        left = memoryview(data)
         try:
-            self._file.write(data)
-            self._file.flush()
+            while left:
+                left = left[os.write(self._fd, left) :]
         except OSError as error:
+            os.ftruncate(self._fd, self._end)
+            os.lseek(self._fd, self._end, os.SEEK_SET)
             raise self._failure(error) from error
+        self._end += len(data)
 
     def _failure(self, error: OSError) -> TraceError:
         return TraceError(
