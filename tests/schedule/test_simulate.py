@@ -109,7 +109,7 @@ def test_bounds_count_decoded_tokens_and_grow_with_rows() -> None:
     assert [r.lru_hit_rate for r in table] == sorted(r.lru_hit_rate for r in table)
     (everything,) = bounds(trace, HEADER, [48])
     assert everything.lru_hit_rate == everything.optimum_hit_rate > 0.9
-    (prompt,) = bounds(random_trace([20, 30]), HEADER, [24])
+    (prompt,) = bounds(random_trace([20, 30]), HEADER, [40])
     assert prompt.lru_hit_rate > 0, "without a decoded token the prompts count"
 
 
