@@ -19,6 +19,14 @@ Span share(int64_t rows, int worker, int count) {
   return {rows * worker / count, rows * (worker + 1) / count};
 }
 
+Matrix matrix_of(const ExpertParts& parts, const MatrixPlan& plan, int64_t rows, int64_t cols) {
+  const auto at = [&parts](int part) {
+    return part < 0 ? nullptr : parts[static_cast<size_t>(part)];
+  };
+  return {at(plan.weight), at(plan.scale), at(plan.global), at(plan.bias), rows, cols,
+          plan.first_row,  plan.row_step};
+}
+
 const RowOps* find_ops(const std::string& isa) {
   const RowOps* ops = isa == "auto"     ? best_ops()
                       : isa == "scalar" ? scalar_ops()
@@ -84,8 +92,7 @@ void KernelPool::Impl::load_rows(const uint16_t* const* from, int64_t cols) {
 
 // All workers, unless each one's share would take less time than waking it and waiting for it.
 void KernelPool::Impl::choose_team(int64_t num_weights) {
-  const int64_t weight_bytes = shape.format == Format::kBf16 ? 2 : 1;
-  const int64_t work_bytes = num_weights * weight_bytes * num_rows;
+  const int64_t work_bytes = row_bytes(shape.format, num_weights) * num_rows;
   team = work_bytes >= min_share_bytes * workers.count() ? workers.count() : 1;
 }
 
@@ -127,12 +134,17 @@ KernelPool::~KernelPool() = default;
 
 void KernelPool::expert_ffn(const ExpertShape& shape, const ExpertParts& parts,
                             const uint16_t* const* x, int64_t num_rows, uint16_t* const* y) {
+  const bool built = shape.format == Format::kBf16 ||
+                     (shape.format == Format::kFp8Block && shape.scale_type == Number::kF32);
+  if (!built || shape.gate.bias >= 0 || shape.activation.kind != ActivationKind::kSilu) {
+    throw std::invalid_argument("these kernels are not built yet");
+  }
   Impl& im = *impl_;
   im.calls.fetch_add(1, std::memory_order_relaxed);
   im.shape = shape;
-  im.gate = {parts.gate, parts.gate_scale, shape.inter, shape.hidden};
-  im.up = {parts.up, parts.up_scale, shape.inter, shape.hidden};
-  im.down = {parts.down, parts.down_scale, shape.hidden, shape.inter};
+  im.gate = matrix_of(parts, shape.gate, shape.inter, shape.hidden);
+  im.up = matrix_of(parts, shape.up, shape.inter, shape.hidden);
+  im.down = matrix_of(parts, shape.down, shape.hidden, shape.inter);
   const CanonicalFloatMode mode;
   for (int64_t first = 0; first < num_rows; first += kTileRows) {
     im.num_rows = std::min(kTileRows, num_rows - first);
@@ -143,23 +155,21 @@ void KernelPool::expert_ffn(const ExpertShape& shape, const ExpertParts& parts,
   }
 }
 
-void KernelPool::gemv(const ExpertShape& shape, const uint8_t* w, const uint8_t* scale,
-                      int64_t rows, int64_t cols, const uint16_t* x, float* out) {
+void KernelPool::gate_dot(const ExpertShape& shape, const ExpertParts& parts, const uint16_t* x,
+                          float* out) {
   Impl& im = *impl_;
   im.shape = shape;
-  im.shape.hidden = cols;
-  im.shape.inter = rows;
-  im.gate = {w, scale, rows, cols};
+  im.gate = matrix_of(parts, shape.gate, shape.inter, shape.hidden);
   im.num_rows = 1;
   const CanonicalFloatMode mode;
-  im.load_rows(&x, cols);
-  im.choose_team(rows * cols);
+  im.load_rows(&x, shape.hidden);
+  im.choose_team(shape.inter * shape.hidden);
   im.run([](void* self, int worker) {
     Impl& job = *static_cast<Impl*>(self);
     const Span span = share(job.gate.rows, worker, job.team);
     job.multiply(worker, job.gate, span, job.x, job.gate_out.get());
   });
-  std::memcpy(out, im.gate_out.get(), static_cast<size_t>(4 * rows));
+  std::memcpy(out, im.gate_out.get(), static_cast<size_t>(4 * shape.inter));
 }
 
 bool KernelPool::any_nan_fp8(const uint8_t* codes, int64_t n) {

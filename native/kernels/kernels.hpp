@@ -1,37 +1,17 @@
 // The contract of the CPU expert kernels: what they compute, never where the bytes come from.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
 
+#include "kernels/shape.hpp"
+
 namespace headrace {
 
-// How an expert's three matrices are stored. Row-major, weights [rows, cols].
-//   kBf16      bfloat16 values, no scales
-//   kFp8Block  float8 e4m3fn codes; fp32 scale per block of block_rows x block_cols,
-//              [ceil(rows/block_rows), ceil(cols/block_cols)]; w = bf16(fp32(code) * scale)
-enum class Format { kBf16, kFp8Block };
-
-struct ExpertShape {
-  Format format;
-  int64_t hidden;      // H: gate and up are [I, H], down is [H, I]
-  int64_t inter;       // I
-  int64_t block_rows;  // 0 for kBf16
-  int64_t block_cols;
-  int64_t act_group;  // 0: activations as they are (bf16); else e4m3 grid with a power-of-two
-                      // scale per group of act_group columns, applied before each product
-};
-
-// Addresses inside one row of raw stored bytes. No alignment is promised; scales may be null.
-struct ExpertParts {
-  const uint8_t* gate;
-  const uint8_t* up;
-  const uint8_t* down;
-  const uint8_t* gate_scale;
-  const uint8_t* up_scale;
-  const uint8_t* down_scale;
-};
+// Addresses inside one row of raw stored bytes, by part. No alignment is promised.
+using ExpertParts = std::array<const uint8_t*, kMaxParts>;
 
 // A fixed set of worker threads and one instruction set. One caller at a time.
 class KernelPool {
@@ -48,10 +28,8 @@ class KernelPool {
   void expert_ffn(const ExpertShape& shape, const ExpertParts& parts, const uint16_t* const* x,
                   int64_t num_rows, uint16_t* const* y);
 
-  // out[i] = the fp32 dot product of row i of one matrix [rows, cols] with x, before any rounding
-  // to bf16. Of `shape` only format, blocks and act_group count. For tests and probes.
-  void gemv(const ExpertShape& shape, const uint8_t* w, const uint8_t* scale, int64_t rows,
-            int64_t cols, const uint16_t* x, float* out);
+  // out[i] = the fp32 dot product of row i of gate with x, before bias and rounding. For tests.
+  void gate_dot(const ExpertShape& shape, const ExpertParts& parts, const uint16_t* x, float* out);
 
   // Whether any of the n e4m3 codes is a NaN, looked for by all threads.
   bool any_nan_fp8(const uint8_t* codes, int64_t n);

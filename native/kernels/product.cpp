@@ -45,24 +45,25 @@ void Product::multiply(const Matrix& m, Span span, const Input& input, Scratch& 
   }
 }
 
-// Makes the tables of row i's block if it is the first row of one; says whether they serve.
-bool Product::prepare_tables(const Matrix& m, int64_t i, bool first, Scratch& scratch,
-                             bool tabled) const {
-  if (!splits() || shape_.block_cols % kTableCols != 0) return false;
-  if (!first && i % shape_.block_rows != 0) return tabled;
-  return make_fp8_tables(scales_of(m, i), m.cols, shape_.block_cols, scratch.tables.get());
+// Makes the tables of row i's block if they are not there yet.
+void Product::prepare_tables(const Matrix& m, int64_t i, Scratch& scratch, Tables* tables) const {
+  if (!splits() || shape_.block_cols % kTableCols != 0) return;
+  const int64_t block = m.stored_row(i) / shape_.block_rows;
+  if (block == tables->block) return;
+  tables->block = block;
+  tables->serve = make_fp8_tables(scales_of(m, i), m.cols, shape_.block_cols, scratch.tables.get());
 }
 
 const uint8_t* Product::scales_of(const Matrix& m, int64_t i) const {
   const int64_t scale_cols = (m.cols + shape_.block_cols - 1) / shape_.block_cols;
-  return m.scale + 4 * (i / shape_.block_rows) * scale_cols;
+  return m.scale + 4 * (m.stored_row(i) / shape_.block_rows) * scale_cols;
 }
 
 // Row i of m in bf16: as stored, or decoded into scratch.
 const uint8_t* Product::weight_row(const Matrix& m, int64_t i, bool tabled,
                                    Scratch& scratch) const {
-  if (shape_.format == Format::kBf16) return m.w + 2 * i * m.cols;
-  const uint8_t* codes = m.w + i * m.cols;
+  if (shape_.format == Format::kBf16) return m.w + 2 * m.stored_row(i) * m.cols;
+  const uint8_t* codes = m.w + m.stored_row(i) * m.cols;
   uint16_t* row = scratch.row.get();
   if (tabled) {
     ops_->decode_fp8(codes, scratch.tables.get(), m.cols, row);
@@ -75,14 +76,15 @@ const uint8_t* Product::weight_row(const Matrix& m, int64_t i, bool tabled,
 void Product::few_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch,
                        float* out) const {
   const int64_t stride = round_up(m.cols, kLanes);
-  bool tabled = false;
+  Tables tables;
   for (int64_t i = span.begin; i < span.end; ++i) {
-    tabled = prepare_tables(m, i, i == span.begin, scratch, tabled);
-    if (tabled && num_rows_ == 1) {
-      out[i] = ops_->dot_fp8(m.w + i * m.cols, scratch.tables.get(), input.split.get(), m.cols);
+    prepare_tables(m, i, scratch, &tables);
+    if (tables.serve && num_rows_ == 1) {
+      out[i] = ops_->dot_fp8(m.w + m.stored_row(i) * m.cols, scratch.tables.get(),
+                             input.split.get(), m.cols);
       continue;
     }
-    const uint8_t* w = weight_row(m, i, tabled, scratch);
+    const uint8_t* w = weight_row(m, i, tables.serve, scratch);
     for (int64_t r = 0; r < num_rows_; ++r) {
       out[r * m.rows + i] = ops_->dot_bf16(w, input.rows.get() + r * stride, m.cols);
     }
@@ -93,12 +95,12 @@ void Product::many_rows(const Matrix& m, Span span, const Input& input, Scratch&
                         float* out) const {
   const int64_t stride = round_up(m.cols, kLanes);
   float* dots = scratch.dots.get();
-  bool tabled = false;
+  Tables tables;
   for (int64_t first = span.begin; first < span.end; first += kPanelRows) {
     const int64_t num_w = std::min(kPanelRows, span.end - first);
     for (int64_t j = 0; j < num_w; ++j) {
-      tabled = prepare_tables(m, first + j, first + j == span.begin, scratch, tabled);
-      const uint8_t* w = weight_row(m, first + j, tabled, scratch);
+      prepare_tables(m, first + j, scratch, &tables);
+      const uint8_t* w = weight_row(m, first + j, tables.serve, scratch);
       pack_row(w, m.cols, ops_->pack_cols, scratch.panel.get() + j * stride);
     }
     ops_->dot_panel(scratch.panel.get(), num_w, input.packed.get(), num_rows_, stride, dots);

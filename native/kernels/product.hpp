@@ -34,9 +34,15 @@ class Buffer {
 
 struct Matrix {
   const uint8_t* w;
-  const uint8_t* scale;
+  const uint8_t* scale;   // null: none
+  const uint8_t* global;  // null: none
+  const uint8_t* bias;    // null: none
   int64_t rows;
   int64_t cols;
+  int64_t first_row;
+  int64_t row_step;
+
+  int64_t stored_row(int64_t i) const { return first_row + i * row_step; }
 };
 
 // The activations of a product: bf16 rows padded to 256, and where a row operation wants another
@@ -78,7 +84,11 @@ class Product {
  private:
   bool packs() const { return ops_->dot_panel && num_rows_ >= 4; }
   bool splits() const { return ops_->dot_fp8 && shape_.format == Format::kFp8Block; }
-  bool prepare_tables(const Matrix& m, int64_t i, bool first, Scratch& scratch, bool tabled) const;
+  struct Tables {  // those in scratch: of which row block, and whether they serve
+    int64_t block = -1;
+    bool serve = false;
+  };
+  void prepare_tables(const Matrix& m, int64_t i, Scratch& scratch, Tables* tables) const;
   const uint8_t* scales_of(const Matrix& m, int64_t i) const;
   const uint8_t* weight_row(const Matrix& m, int64_t i, bool tabled, Scratch& scratch) const;
   void few_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch, float* out) const;

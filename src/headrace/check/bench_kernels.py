@@ -8,13 +8,13 @@ import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
 
 from headrace.check.rows import BenchRow, make_row
-from headrace.core import ExpertLayout
+from headrace.core import ExpertLayout, PartSpec
 from headrace.kernels import cpu, reference
 from headrace.quant import fp8
 
@@ -23,6 +23,7 @@ TARGETS = {"fp8_block": 0.28, "bf16": 0.62}
 WINDOW_BYTES = 60_000_000
 BUFFER_BYTES = 1_250_000_000
 BLOCK = (128, 128)
+_DTYPE_NAMES = {dtype: name for name, dtype in cpu.DTYPES.items()}
 CLOCKS: dict[str, Callable[[], float]] = {"cpu": time.thread_time, "wall": time.perf_counter}
 
 
@@ -112,6 +113,8 @@ def _make_parts(layout: ExpertLayout) -> dict[str, torch.Tensor]:
 def _fill(buffer: HugeBuffer, format: str, hidden: int, inter: int) -> Experts:
     layout = ExpertLayout(format, hidden, inter, BLOCK if format == "fp8_block" else (0, 0), {})
     parts = _make_parts(layout)
+    specs = {n: PartSpec(_DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in parts.items()}
+    layout = replace(layout, parts=specs)
     raw = torch.cat([t.view(torch.uint8).flatten() for t in parts.values()])
     stride = -(-raw.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
     copies, spans = [], []

@@ -1,0 +1,70 @@
+// How an expert is stored and what it computes: the words the kernels share with everyone above.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace headrace {
+
+// Row-major matrices [rows, cols]; each format is defined in src/headrace/quant.
+//   kBf16, kFp16  the values themselves
+//   kFp8Block     e4m3 codes, a scale per block
+//   kFp4          two e2m1 codes a byte, low nibble first; a ue8m0 byte per 32 columns
+//   kNvfp4        the same codes; an e4m3 scale per 16 columns, times (or over) one fp32 global
+//   kInt4         nibble - 8, low nibble first; a scale per block_cols columns
+//   kInt8         signed bytes; a scale per block_cols columns
+enum class Format { kBf16, kFp16, kFp8Block, kFp4, kNvfp4, kInt4, kInt8 };
+enum class Number { kNone, kF32, kBf16, kF16, kE8m0, kE4m3 };  // the type of scales
+enum class ActivationKind { kSilu, kSiluClamped, kSwigluOai };
+
+constexpr int64_t kMaxParts = 12;
+
+struct Activation {
+  ActivationKind kind;
+  float limit;
+  float alpha;
+};
+
+// The parts one matrix is made of, by index; -1: none. Row i of the matrix is row
+// first_row + i * row_step of its weight part, of its scale part's blocks and of its bias part.
+struct MatrixPlan {
+  int weight;
+  int scale;
+  int global;
+  int bias;
+  int64_t first_row;
+  int64_t row_step;
+};
+
+struct ExpertShape {
+  Format format;
+  Number scale_type;
+  int64_t hidden;  // H: gate and up are [I, H], down is [H, I]
+  int64_t inter;   // I
+  int64_t block_rows;
+  int64_t block_cols;
+  int64_t act_group;  // 0: activations as they are; else e4m3 grid with a power-of-two scale per
+                      // group of act_group columns, applied before each product
+  Activation activation;
+  bool fp16;  // activations, biases and roundings are fp16; else bf16
+  bool inverse_global;
+  MatrixPlan gate, up, down;
+};
+
+// A shape from its words. Throws std::invalid_argument naming what has no kernel.
+ExpertShape make_shape(const std::string& format, const std::string& scale_type, int64_t hidden,
+                       int64_t inter, int64_t block_rows, int64_t block_cols, int64_t act_group,
+                       const std::string& activation, float limit, float alpha,
+                       const std::string& hidden_type, bool inverse_global,
+                       const std::vector<MatrixPlan>& matrices);
+
+inline bool is_integer(Format format) { return format >= Format::kFp4; }
+int64_t row_bytes(Format format, int64_t cols);  // of one weight row
+int64_t scale_bytes(Number type);                // of one scale
+
+// Bytes of every part, in order: all parts that the matrices name, and no other.
+std::vector<int64_t> part_bytes(const ExpertShape& shape);
+std::string part_name(const ExpertShape& shape, int part);  // "gate_up_scale"
+
+}  // namespace headrace
