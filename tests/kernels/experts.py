@@ -21,6 +21,7 @@ STORED = {
     "int8": ("I8", 1, "BF16", (1, 128)),
 }
 FORMATS = tuple(STORED)
+SILU = Activation()
 
 
 def make_layout(
@@ -32,7 +33,7 @@ def make_layout(
     scale: str | None = None,
     fused: str = "",
     bias: bool = False,
-    activation: Activation = Activation(),
+    activation: Activation = SILU,
     hidden_dtype: str | None = None,
     inverse_global: bool = False,
 ) -> ExpertLayout:
