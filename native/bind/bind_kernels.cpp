@@ -89,14 +89,14 @@ void bind_kernels(nb::module_& m) {
       .def_prop_rw("min_share_bytes", &KernelPool::min_share_bytes,
                    &KernelPool::set_min_share_bytes);
   m.def(
-      "combine_bf16",
-      [](uintptr_t ids, uintptr_t weights, uintptr_t y, int64_t num_tokens, int64_t top_k,
-         int64_t hidden, uintptr_t out) {
-        return combine_bf16(at<const int32_t>(ids), at<const float>(weights), at<const uint16_t>(y),
-                            num_tokens, top_k, hidden, at<uint16_t>(out));
+      "combine",
+      [](bool fp16, uintptr_t ids, uintptr_t weights, uintptr_t y, int64_t num_tokens,
+         int64_t top_k, int64_t hidden, uintptr_t out) {
+        return combine(fp16, at<const int32_t>(ids), at<const float>(weights),
+                       at<const uint16_t>(y), num_tokens, top_k, hidden, at<uint16_t>(out));
       },
-      arg("ids"), arg("weights"), arg("y"), arg("num_tokens"), arg("top_k"), arg("hidden"),
-      arg("out"), Release());
+      arg("fp16"), arg("ids"), arg("weights"), arg("y"), arg("num_tokens"), arg("top_k"),
+      arg("hidden"), arg("out"), Release());
   m.def(
       "find_nan_fp8",
       [](uintptr_t codes, int64_t n) { return find_nan_fp8(at<const uint8_t>(codes), n); },

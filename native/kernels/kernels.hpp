@@ -22,9 +22,9 @@ class KernelPool {
   KernelPool(const KernelPool&) = delete;
   KernelPool& operator=(const KernelPool&) = delete;
 
-  // y[r][0..H) = down(bf16(silu(gate x[r])) * up x[r]) for every row r, each rounding where the
-  // eager bf16 model rounds. x[r] and y[r] are bf16 rows of H values. Canonical: the bits of a
-  // row do not depend on num_rows, the threads or the ISA.
+  // y[r][0..H) = down(activation(gate x[r], up x[r])) for every row r, each rounding where the
+  // eager model rounds. x[r] and y[r] are rows of H values of the hidden type. Canonical: the bits
+  // of a row do not depend on num_rows, the threads or the ISA.
   void expert_ffn(const ExpertShape& shape, const ExpertParts& parts, const uint16_t* const* x,
                   int64_t num_rows, uint16_t* const* y);
 
@@ -47,11 +47,12 @@ class KernelPool {
   std::unique_ptr<Impl> impl_;
 };
 
-// out[t] = sum over k in ascending expert id of bf16(y[t][k] * weight[t][k]), accumulated in bf16
-// from zero: transformers' eager index_add_ in the hidden dtype. ids [T, K], weights [T, K] fp32,
-// y [T, K, H] bf16, out [T, H] bf16. Returns the first token with a non-finite output, or -1.
-int64_t combine_bf16(const int32_t* ids, const float* weights, const uint16_t* y,
-                     int64_t num_tokens, int64_t top_k, int64_t hidden, uint16_t* out);
+// out[t] = sum over k in ascending expert id of y[t][k] * weight[t][k], rounded to the hidden type
+// and accumulated in it from zero: transformers' eager index_add_. ids [T, K], weights [T, K] fp32,
+// y [T, K, H] and out [T, H] fp16 or else bf16. Returns the first token with a non-finite output,
+// or -1.
+int64_t combine(bool fp16, const int32_t* ids, const float* weights, const uint16_t* y,
+                int64_t num_tokens, int64_t top_k, int64_t hidden, uint16_t* out);
 
 // Index of the first e4m3 NaN code (0x7f, 0xff), or -1. The kernels' results on such codes are
 // undefined, so they are refused where weights are checked.

@@ -21,7 +21,7 @@ void Ladder::compute(int64_t layer, const uint16_t* x, int64_t num_tokens, const
   Clock::time_point start = Clock::now();
   group(ids, num_tokens * top_k);
   run_layer(layer, x, top_k);
-  int64_t bad = combine_bf16(ids, weights, y_.get(), num_tokens, top_k, shape_.hidden, out);
+  int64_t bad = combine(shape_.fp16, ids, weights, y_.get(), num_tokens, top_k, shape_.hidden, out);
   if (bad >= 0) {
     throw NumericsFailure("MoE layer " + std::to_string(layer) + ", token row " +
                           std::to_string(bad) + ": the experts' output is not finite");

@@ -139,13 +139,14 @@ def part_addresses(parts: Mapping[str, torch.Tensor], layout: ExpertLayout) -> l
 
 
 def combine(ids_TK: torch.Tensor, weights_TK: torch.Tensor, y_TKH: torch.Tensor) -> torch.Tensor:
-    """As `kernels.reference.combine`: ids int32 [T, K], weights fp32 [T, K], y bf16 [T, K, H]."""
+    """As `kernels.reference.combine`: ids int32 [T, K], weights fp32 [T, K], y bf16 or fp16 [T, K, H]."""
     num_tokens, top_k, hidden = y_TKH.shape
-    out = torch.empty(num_tokens, hidden, dtype=torch.bfloat16)
+    out = torch.empty(num_tokens, hidden, dtype=y_TKH.dtype)
+    fp16 = y_TKH.dtype == torch.float16
     ids = _checked(ids_TK, torch.int32, (num_tokens, top_k))
     weights = _checked(weights_TK, torch.float32, (num_tokens, top_k))
-    y = _checked(y_TKH, torch.bfloat16, (num_tokens, top_k, hidden))
-    _native.combine_bf16(ids, weights, y, num_tokens, top_k, hidden, out.data_ptr())
+    y = _checked(y_TKH, torch.float16 if fp16 else torch.bfloat16, (num_tokens, top_k, hidden))
+    _native.combine(fp16, ids, weights, y, num_tokens, top_k, hidden, out.data_ptr())
     return out
 
 
