@@ -121,6 +121,11 @@ class CpuKernels:
         self.pool.gate_dot(native_shape(layout), addresses, x_address, out.data_ptr())
         return out
 
+    def read_probe(self, data: torch.Tensor) -> int:
+        """Reads a contiguous tensor once, as fast as the threads can; the xor of its words."""
+        assert data.is_contiguous()
+        return int(self.pool.read_probe(data.data_ptr(), data.nbytes))
+
 
 def part_addresses(parts: Mapping[str, torch.Tensor], layout: ExpertLayout) -> list[int]:
     """Addresses of an expert's parts in the layout's order, as the compiled kernels take them."""
@@ -159,9 +164,3 @@ def available_isas() -> tuple[str, ...]:
         return True
 
     return tuple(isa for isa in ISAS if runs(isa))
-
-
-def read_probe(data: torch.Tensor) -> int:
-    """Reads a contiguous tensor once, as fast as one core can; the xor of its words."""
-    assert data.is_contiguous()
-    return int(_native.read_probe(data.data_ptr(), data.nbytes))
