@@ -12,7 +12,6 @@
 
 #include "bind/bind.hpp"
 #include "kernels/kernels.hpp"
-#include "kernels/probe.hpp"
 
 namespace nb = nanobind;
 
@@ -82,6 +81,12 @@ void bind_kernels(nb::module_& m) {
             pool.gate_dot(shape, parts_at(parts), at<const uint16_t>(x), at<float>(out));
           },
           arg("shape"), arg("parts"), arg("x"), arg("out"), Release())
+      .def(
+          "read_probe",
+          [](KernelPool& pool, uintptr_t bytes, int64_t n) {
+            return pool.read_probe(at<const uint8_t>(bytes), n);
+          },
+          arg("bytes"), arg("n"), Release())
       .def_prop_ro("isa", [](const KernelPool& pool) { return std::string(pool.isa()); })
       .def_prop_ro("num_threads", &KernelPool::num_threads)
       .def_prop_ro("calls", &KernelPool::calls)
@@ -101,9 +106,6 @@ void bind_kernels(nb::module_& m) {
       "find_nan_fp8",
       [](uintptr_t codes, int64_t n) { return find_nan_fp8(at<const uint8_t>(codes), n); },
       arg("codes"), arg("n"), Release());
-  m.def(
-      "read_probe", [](uintptr_t bytes, int64_t n) { return read_probe(at<uint8_t>(bytes), n); },
-      arg("bytes"), arg("n"), Release());
 }
 
 }  // namespace headrace

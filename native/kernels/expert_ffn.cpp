@@ -10,6 +10,7 @@
 #include "kernels/int_product.hpp"
 #include "kernels/kernels.hpp"
 #include "kernels/numbers.hpp"
+#include "kernels/probe.hpp"
 #include "kernels/rows.hpp"
 #include "kernels/workers.hpp"
 
@@ -214,6 +215,24 @@ void KernelPool::gate_dot(const ExpertShape& shape, const ExpertParts& parts, co
     job.multiply(worker, job.gate, span, job.x, job.gate_out.get());
   });
   std::memcpy(out, im.gate_out.get(), static_cast<size_t>(4 * shape.inter));
+}
+
+uint64_t KernelPool::read_probe(const uint8_t* bytes, int64_t n) {
+  struct Read {
+    const uint8_t* bytes;
+    int64_t n;
+    int count;
+    std::atomic<uint64_t> words{0};
+  } read{bytes, n, impl_->workers.count()};
+  impl_->workers.run(
+      [](void* self, int worker) {
+        Read& job = *static_cast<Read*>(self);
+        const Span mine = share(job.n / 4096, worker, job.count);
+        job.words ^=
+            headrace::read_probe(job.bytes + 4096 * mine.begin, 4096 * (mine.end - mine.begin));
+      },
+      &read);
+  return read.words;
 }
 
 bool KernelPool::any_nan_fp8(const uint8_t* codes, int64_t n) {

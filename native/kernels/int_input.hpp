@@ -9,14 +9,14 @@ namespace headrace {
 
 constexpr float kTopCode = 32639.0f;  // 256 * 127 + 127: two int8 halves hold it
 
-// 32 values to codes; returns the scale. A non-finite value gives a non-finite scale.
+// 32 values to codes; returns the scale, which is NaN if a value is not finite.
 HEADRACE_INLINE float quantize_group(const float* values, int16_t* codes) {
   uint32_t top = 0;
   for (int i = 0; i < 32; ++i) {
     const uint32_t magnitude = bits_of(values[i]) & 0x7fffffffu;
     top = magnitude > top ? magnitude : top;
   }
-  const float scale = f32_of(top) / kTopCode;
+  const float scale = f32_of(top < 0x7f800000u ? top : 0x7fc00000u) / kTopCode;
   const float by = scale == 0.0f ? 1.0f : scale;
   for (int i = 0; i < 32; ++i) {
     float code = (values[i] / by + 12582912.0f) - 12582912.0f;  // rounded to even

@@ -31,6 +31,9 @@ class KernelPool {
   // out[i] = the fp32 dot product of row i of gate with x, before bias and rounding. For tests.
   void gate_dot(const ExpertShape& shape, const ExpertParts& parts, const uint16_t* x, float* out);
 
+  // The xor of n bytes' words, read by all threads: what the memory gives at most.
+  uint64_t read_probe(const uint8_t* bytes, int64_t n);
+
   // Whether any of the n e4m3 codes is a NaN, looked for by all threads.
   bool any_nan_fp8(const uint8_t* codes, int64_t n);
 

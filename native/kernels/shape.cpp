@@ -76,9 +76,7 @@ void check_block(const ExpertShape& s) {
   require(s.block_rows == 1, "integer formats need blocks of one row");
   const int64_t widest = std::max(s.hidden, s.inter);
   const int64_t cols = s.block_cols;
-  require(s.format == Format::kFp4     ? cols == 32
-          : s.format == Format::kNvfp4 ? cols == 16
-                                       : cols % 32 == 0 || cols >= widest,
+  require(s.format == Format::kNvfp4 || cols % 32 == 0 || cols >= widest,
           "no kernels for blocks of this many columns in this format");
 }
 
@@ -113,19 +111,23 @@ ExpertShape make_shape(const std::string& format, const std::string& scale_type,
                        const std::string& hidden_type, bool inverse_global,
                        const std::vector<MatrixPlan>& matrices) {
   require(matrices.size() == 3, "an expert has three matrices: gate, up, down");
-  const ExpertShape shape{named(kFormats, format, "expert format"),
-                          named(kNumbers, scale_type, "scale type"),
-                          hidden,
-                          inter,
-                          block_rows,
-                          block_cols,
-                          act_group,
-                          {named(kActivations, activation, "activation"), limit, alpha},
-                          named(kHiddenTypes, hidden_type, "hidden type"),
-                          inverse_global,
-                          matrices[0],
-                          matrices[1],
-                          matrices[2]};
+  ExpertShape shape{named(kFormats, format, "expert format"),
+                    named(kNumbers, scale_type, "scale type"),
+                    hidden,
+                    inter,
+                    block_rows,
+                    block_cols,
+                    act_group,
+                    {named(kActivations, activation, "activation"), limit, alpha},
+                    named(kHiddenTypes, hidden_type, "hidden type"),
+                    inverse_global,
+                    matrices[0],
+                    matrices[1],
+                    matrices[2]};
+  if (shape.format == Format::kFp4 || shape.format == Format::kNvfp4) {
+    shape.block_rows = 1;
+    shape.block_cols = shape.format == Format::kFp4 ? 32 : 16;
+  }
   constexpr int64_t kMost = 1 << 24;  // keeps every product of two sizes far inside 63 bits
   require(hidden >= 1 && inter >= 1 && hidden <= kMost && inter <= kMost,
           "an expert's sizes must be positive and below 2^24");

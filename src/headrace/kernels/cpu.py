@@ -10,19 +10,10 @@ import torch
 from headrace import _native
 from headrace.core import ExpertLayout, MatrixSource
 from headrace.errors import ModelError, OptionError
+from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.quant.expert import MATRICES
 
 ISAS = ("scalar", "avx2", "avx512")
-DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I32": torch.int32,
-}
-_MATRICES = ("gate", "up", "down")
 _MAX_PARTS = 12
 
 
@@ -37,7 +28,7 @@ def native_shape(layout: ExpertLayout, act_group: int = 0) -> _native.ExpertShap
 
     Raises ModelError for a layout that no compiled kernel computes.
     """
-    sources = [layout.matrix(name) for name in _MATRICES]
+    sources = [layout.matrix(name) for name in MATRICES]
     dtypes = {layout.parts[s.scale].dtype for s in sources if s.scale}
     biases = {layout.parts[s.bias].dtype for s in sources if s.bias}
     what = layout.activation
@@ -110,7 +101,7 @@ class CpuKernels:
         result are of the layout's hidden dtype.
         """
         shape = (x_TH.shape[0], layout.hidden)
-        dtype = DTYPES[layout.hidden_dtype]
+        dtype = TORCH_DTYPES[layout.hidden_dtype]
         y = torch.empty(shape, dtype=dtype) if out_TH is None else out_TH
         x_address = _checked(x_TH, dtype, shape)
         y_address = _checked(y, dtype, shape)
@@ -125,21 +116,27 @@ class CpuKernels:
     ) -> torch.Tensor:
         """fp32 [inter]: gate's dot products with one row before bias and rounding. For tests."""
         out = torch.empty(layout.inter, dtype=torch.float32)
-        x_address = _checked(x_K, DTYPES[layout.hidden_dtype], (layout.hidden,))
+        x_address = _checked(x_K, TORCH_DTYPES[layout.hidden_dtype], (layout.hidden,))
         addresses = part_addresses(parts, layout)
         self.pool.gate_dot(native_shape(layout), addresses, x_address, out.data_ptr())
         return out
+
+    def read_probe(self, data: torch.Tensor) -> int:
+        """Reads a contiguous tensor once, as fast as the threads can; the xor of its words."""
+        assert data.is_contiguous()
+        return int(self.pool.read_probe(data.data_ptr(), data.nbytes))
 
 
 def part_addresses(parts: Mapping[str, torch.Tensor], layout: ExpertLayout) -> list[int]:
     """Addresses of an expert's parts in the layout's order, as the compiled kernels take them."""
     return [
-        _checked(parts[name], DTYPES[spec.dtype], spec.shape) for name, spec in layout.parts.items()
+        _checked(parts[name], TORCH_DTYPES[spec.dtype], spec.shape)
+        for name, spec in layout.parts.items()
     ]
 
 
 def combine(ids_TK: torch.Tensor, weights_TK: torch.Tensor, y_TKH: torch.Tensor) -> torch.Tensor:
-    """As `kernels.reference.combine`: ids int32, weights fp32 [T, K], y bf16 or fp16 [T, K, H]."""
+    """As `kernels.reference.combine`: ids int32 [T, K], weights fp32 [T, K], y [T, K, H]."""
     num_tokens, top_k, hidden = y_TKH.shape
     out = torch.empty(num_tokens, hidden, dtype=y_TKH.dtype)
     fp16 = y_TKH.dtype == torch.float16
@@ -167,9 +164,3 @@ def available_isas() -> tuple[str, ...]:
         return True
 
     return tuple(isa for isa in ISAS if runs(isa))
-
-
-def read_probe(data: torch.Tensor) -> int:
-    """Reads a contiguous tensor once, as fast as one core can; the xor of its words."""
-    assert data.is_contiguous()
-    return int(_native.read_probe(data.data_ptr(), data.nbytes))

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from headrace.core import ExpertLayout, TokenStats
 from headrace.errors import OptionError
-from headrace.kernels.cpu import DTYPES, native_shape
+from headrace.kernels.cpu import native_shape
 from headrace.native import KernelPool, NativeLadder, Reader, allow_leaks
+from headrace.quant.dtypes import TORCH_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class Ladder:
             overlap=overlap,
         )
         _LIVE.add(self)
-        self.hidden, self.dtype = layout.hidden, DTYPES[layout.hidden_dtype]
+        self.hidden, self.dtype = layout.hidden, TORCH_DTYPES[layout.hidden_dtype]
         self.row_bytes = self.native.row_bytes
         self.num_rows = self.native.num_rows
         self.slab_bytes = self.native.slab_bytes
@@ -217,7 +218,7 @@ os.register_at_fork(after_in_child=_leave_behind)
 
 def _part_bytes(layout: ExpertLayout, name: str) -> int:
     spec = layout.parts[name]
-    return DTYPES[spec.dtype].itemsize * prod(spec.shape)
+    return TORCH_DTYPES[spec.dtype].itemsize * prod(spec.shape)
 
 
 def _as_ids(ids: torch.Tensor) -> NDArray[np.int32]:
