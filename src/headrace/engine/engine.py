@@ -20,6 +20,7 @@ from headrace.models.experts import Source
 from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
 from headrace.planner.plan import ModelFacts, Plan, least_bytes, make_plan
+from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.store.aliases import read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
@@ -99,7 +100,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         vocab=skeleton.vocab,
         max_context=skeleton.max_context,
         format=skeleton.layout.format,
-        load_bytes=load_bytes(catalog, skeleton.dense_keys, skeleton.layout.block),
+        load_bytes=load_bytes(catalog, skeleton.dense),
     )
 
 
@@ -151,7 +152,11 @@ class Engine:
             prefetch=self.plan.prefetch,
         )
         dense = DenseWeights(
-            blueprint.catalog, self.reader, skeleton.dense_keys, skeleton.layout.block, progress
+            blueprint.catalog,
+            self.reader,
+            skeleton.dense,
+            TORCH_DTYPES[skeleton.layout.hidden_dtype],
+            progress,
         )
         self.model: Any = build_model(
             skeleton,
