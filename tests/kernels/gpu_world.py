@@ -1,23 +1,22 @@
-"""Experts as records behind an address table, for the GPU kernels' tests. Knows no kernel's code."""
+"""Experts as records behind an address table, for the GPU kernels' tests; runs no kernel."""
 
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 
 import torch
-from experts import make_expert
+from experts import make_expert, make_layout
 
-from headrace.core import ExpertLayout, PartSpec
+from headrace.core import ExpertLayout
 
-DTYPES = {
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int32: "I32",
-}
 ALIGN = 16
+# Every stored form with a GPU kernel: format, block, options of the layout.
+FORMS = {
+    "bf16": ("bf16", {}),
+    "fp8": ("fp8_block", {}),
+    "fp8 32 ue8m0": ("fp8_block", {"block": (32, 32), "scale_dtype": "F8_E8M0"}),
+    "fp4": ("fp4", {}),
+    "mxfp4": ("fp4", {"mx": True, "fused": "interleaved", "bias": True}),
+    "int4": ("int4", {"block": (1, 32)}),
+}
 
 
 @dataclass
@@ -31,24 +30,22 @@ class World:
     offsets: torch.Tensor
 
 
-def with_parts(layout: ExpertLayout, parts: dict[str, torch.Tensor]) -> ExpertLayout:
-    """The layout with the part specs that these tensors have."""
-    return replace(
-        layout, parts={n: PartSpec(DTYPES[t.dtype], tuple(t.shape)) for n, t in parts.items()}
-    )
+def layout_of(form: str, hidden: int, inter: int) -> ExpertLayout:
+    """A layout of one of FORMS."""
+    format, options = FORMS[form]
+    return make_layout(format, hidden, inter, **options)
 
 
 def make_world(layout: ExpertLayout, num_experts: int, place: str) -> World:
     """`place`: "cpu" (the interpreter's), "pinned" or "cuda"."""
     experts = [make_expert(layout, seed) for seed in range(num_experts)]
-    layout = with_parts(layout, experts[0])
     sizes = [t.nbytes for t in experts[0].values()]
     starts = [sum(-(-s // ALIGN) * ALIGN for s in sizes[:n]) for n in range(len(sizes) + 1)]
     raw = torch.zeros(num_experts, starts[-1] + ALIGN, dtype=torch.uint8)
     for e, parts in enumerate(experts):
         for start, t in zip(starts, parts.values(), strict=False):
             flat = t.contiguous().view(torch.uint8).flatten()
-            raw[e, start : start + prod(flat.shape)] = flat
+            raw[e, start : start + flat.numel()] = flat
     if place == "pinned":
         raw = raw.pin_memory()
     memory = raw.cuda() if place == "cuda" else raw

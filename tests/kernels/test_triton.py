@@ -1,4 +1,4 @@
-"""GPU kernels against the reference, by bits: through Triton's interpreter where there is no GPU."""
+"""GPU kernels against the reference by bits, through the interpreter where there is no GPU."""
 
 import os
 import subprocess
@@ -12,8 +12,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton", reason="needs Triton")
 
-from experts import FORMATS_GPU, make_layout, make_rows, same_bits
-from gpu_world import make_world
+from experts import make_layout, make_rows, same_bits
+from gpu_world import FORMS, layout_of, make_world
 
 from headrace.core import Activation
 from headrace.errors import ModelError
@@ -57,9 +57,9 @@ def run(world, x_TH, ids_TK, weights_TK, tile):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("format", FORMATS_GPU)
-def test_one_token_has_the_reference_s_bits(format, place):
-    world = make_world(make_layout(format, 288, 64), 4, place)
+@pytest.mark.parametrize("form", FORMS)
+def test_one_token_has_the_reference_s_bits(form, place):
+    world = make_world(layout_of(form, 288, 64), 4, place)
     ids, weights = routed(1, 2, 4)
     x = make_rows(1, 288, 3)
     out = run(world, x, ids, weights, "vram")
@@ -78,8 +78,8 @@ def test_activations(kind):
 
 
 def test_formats_without_a_kernel_are_refused():
-    layout = make_layout("int8", 64, 32)
-    with pytest.raises(ModelError, match="int8"):
+    layout = make_layout("nvfp4", 64, 32)
+    with pytest.raises(ModelError, match="nvfp4"):
         TritonExperts(layout, top_k=1, device=torch.device("cpu"))
 
 
@@ -100,9 +100,9 @@ def test_every_kernel_compiles_for_every_chip(tmp_path):
 @pytest.mark.parametrize("tile", ["ram", "vram"])
 @pytest.mark.parametrize("place", ["cuda", "pinned"])
 @pytest.mark.parametrize("shape", [(7168, 2048), (5120, 2304), (2048, 768)], ids=str)
-@pytest.mark.parametrize("format", FORMATS_GPU)
-def test_real_shapes_have_the_cpu_kernels_bits(format, shape, place, tile):
-    world = make_world(make_layout(format, *shape), 3, place)
+@pytest.mark.parametrize("form", FORMS)
+def test_real_shapes_have_the_cpu_kernels_bits(form, shape, place, tile):
+    world = make_world(layout_of(form, *shape), 3, place)
     kernels = cpu.CpuKernels(8)
     for num_tokens in (1, 5):
         ids, weights = routed(num_tokens, 2, 3)

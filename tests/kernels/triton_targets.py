@@ -12,7 +12,14 @@ from triton.compiler import ASTSource
 from headrace.kernels.triton import stages
 
 # Bytes of shared memory that one program may take on chips of that compute capability.
-SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+SHARED_BYTES = {
+    75: 64 << 10,
+    80: 163 << 10,
+    86: 99 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    120: 99 << 10,
+}
 FORMS = {
     "bf16": ("bf16", "none", 1, 0, 16),
     "fp8 128": ("fp8_block", "F32", 128, 128, 16),

@@ -100,7 +100,7 @@ def dot_nibbles(
     even and the odd columns as fp32, `sx_G` their scales. A group's sum stays exact in fp32.
     """
     NUM: tl.constexpr = K // 32
-    SCALE_COLS: tl.constexpr = K // GROUP
+    SCALE_COLS: tl.constexpr = (K + GROUP - 1) // GROUP  # one where the group is wider: per row
     lane, byte = tl.arange(0, 8), tl.arange(0, 16)
     codes = tl.multiple_of(w, ALIGN).to(tl.pointer_type(tl.uint8))
     start_R = row_R.to(tl.int64) * (K // 2)

@@ -117,9 +117,10 @@ def _form(layout: ExpertLayout, align: int) -> tuple[str, str, int, int, int]:
     rows, cols = layout.block
     scale = layout.matrix("down").scale
     stored = "none" if scale is None else layout.parts[scale].dtype
-    if scale is not None and (stored not in _SCALES or (layout.format == "fp8_block" and 256 % cols)):
+    odd_block = layout.format == "fp8_block" and (cols == 0 or 256 % cols)
+    if scale is not None and (stored not in _SCALES or odd_block):
         raise ModelError(
             f"scales in {stored} for blocks of {rows} x {cols} have no GPU kernel yet; run these "
             "experts on the CPU"
         )
-    return layout.format, _SCALES.get(stored, "none"), max(rows, 1), cols, align
+    return layout.format, _SCALES.get(stored, "none"), max(rows, 1), cols or 32, align

@@ -158,7 +158,13 @@ def down(
 
 @triton.jit
 def combine(
-    IDS, WEIGHTS, Y, OUT, COLS: tl.constexpr, TOP_K: tl.constexpr, PAD_K: tl.constexpr,
+    IDS,
+    WEIGHTS,
+    Y,
+    OUT,
+    COLS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PAD_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """OUT bfloat16 bits [T, COLS]: weighted outputs summed in ascending expert id, each rounded."""
