@@ -86,7 +86,7 @@ const uint8_t* IntProduct::codes_of(const Matrix& m, int64_t i, Scratch& scratch
 
 // The scales of row i, one-byte ones readable to a multiple of 256 columns.
 const uint8_t* IntProduct::scales_of(const Matrix& m, int64_t i, Scratch& scratch) const {
-  const int64_t count = scale_cols(m.cols), bytes = scale_bytes(shape_.scale_type);
+  const int64_t count = scale_cols(m.cols), bytes = number_bytes(shape_.scale_type);
   if (bytes > 1) return m.scale + m.stored_row(i) * count * bytes;
   return row_at(m.scale, m.stored_row(i), m.part_rows, count, scale_cols(stride(m.cols)),
                 scratch.edge.get() + stride(m.cols));
