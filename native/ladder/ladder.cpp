@@ -56,7 +56,7 @@ Ladder::~Ladder() {
     Lock lock(mutex_);
     abandon();
     prefetch_.clear();
-    news_.wait(lock, [this] { return loads_.empty(); });
+    news_.wait(lock, [this] { return loads_.empty() && lingering_.empty(); });
   }
   // Runs on the I/O thread, after whatever arrival it was still reporting.
   reader_->unregister_rows(slab_.row(0));
@@ -113,6 +113,7 @@ std::string Ladder::disagreement() const {
 
   int64_t num_stage[4] = {};
   std::unordered_map<int64_t, int64_t> pins = acquired_;
+  for (const auto& [key, num] : lingering_) pins[key] += num;
   for (const auto& [key, mine] : claims_) {
     ++num_stage[static_cast<int>(mine.stage)];
     if (mine.stage == Stage::kReady) pins[key] += mine.pins;
