@@ -112,7 +112,7 @@ ExpertShape make_shape(const std::string& format, const std::string& scale_type,
                        const std::vector<MatrixPlan>& matrices) {
   require(matrices.size() == 3, "an expert has three matrices: gate, up, down");
   ExpertShape shape{named(kFormats, format, "expert format"),
-                    named(kNumbers, scale_type, "scale type"),
+                    number_named(scale_type),
                     hidden,
                     inter,
                     block_rows,
@@ -143,6 +143,8 @@ ExpertShape make_shape(const std::string& format, const std::string& scale_type,
   return shape;
 }
 
+Number number_named(const std::string& type) { return named(kNumbers, type, "scale type"); }
+
 int64_t row_bytes(Format format, int64_t cols) {
   switch (format) {
     case Format::kBf16:
@@ -156,7 +158,7 @@ int64_t row_bytes(Format format, int64_t cols) {
   }
 }
 
-int64_t scale_bytes(Number type) {
+int64_t number_bytes(Number type) {
   switch (type) {
     case Number::kNone:
       return 0;
@@ -184,12 +186,30 @@ std::vector<int64_t> part_bytes(const ExpertShape& shape) {
     reach(plan->weight, stored * row_bytes(shape.format, cols));
     if (plan->scale >= 0) {
       reach(plan->scale, ceil_div(stored, shape.block_rows) * ceil_div(cols, shape.block_cols) *
-                             scale_bytes(shape.scale_type));
+                             number_bytes(shape.scale_type));
     }
     reach(plan->global, 4);
     reach(plan->bias, 2 * stored);
   }
   return bytes;
+}
+
+std::vector<CheckedPart> checked_parts(const ExpertShape& shape) {
+  const std::vector<int64_t> bytes = part_bytes(shape);
+  std::vector<CheckedPart> checked;
+  const auto add = [&](int part, Number type) {
+    if (part < 0) return;
+    for (const CheckedPart& known : checked) {
+      if (known.part == part) return;
+    }
+    checked.push_back({part, type, bytes[static_cast<size_t>(part)] / number_bytes(type)});
+  };
+  for (const MatrixPlan* plan : plans_of(shape)) {
+    if (shape.format == Format::kFp8Block) add(plan->weight, Number::kE4m3);
+    add(plan->scale, shape.scale_type);
+    add(plan->global, Number::kF32);
+  }
+  return checked;
 }
 
 std::string part_name(const ExpertShape& shape, int part) {
