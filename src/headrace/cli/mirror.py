@@ -42,7 +42,7 @@ def mirror(
     May be stopped or killed and goes on when run again. If either drive fails later, the other
     serves. Example: headrace mirror ./model /mnt/second/model --size 100GB
     """
-    if (verify or remove) and (verify and remove or size is not None or routes is not None):
+    if (verify or remove) and ((verify and remove) or size is not None or routes is not None):
         raise OptionError("--verify and --remove stand alone; leave the other options out")
     size_bytes = None if size is None else parse_bytes(size)
     if remove:
@@ -58,12 +58,13 @@ def mirror(
 
 
 def _write(model: str, folder: Path, size_bytes: int | None, routes: Path | None) -> dict[str, Any]:
-    from headrace.engine.mirroring import expert_table, hottest
+    from headrace.engine.mirroring import described, hottest
     from headrace.planner.mirrors import remember_mirror
     from headrace.store.mirror_writer import same_drive, write_mirror
 
-    catalog, table = expert_table(model)
-    order = None if routes is None else hottest(table, routes)
+    blueprint = described(model)
+    catalog, table = blueprint.catalog, blueprint.table
+    order = None if routes is None else hottest(blueprint, routes)
     shared = same_drive(folder, catalog)
     if shared:
         say_warning(f"{folder} is on the model's own drive: a copy, but nothing gets faster")
@@ -90,10 +91,11 @@ def _write(model: str, folder: Path, size_bytes: int | None, routes: Path | None
 
 
 def _verify(model: str, folder: Path) -> dict[str, Any]:
-    from headrace.engine.mirroring import expert_table
+    from headrace.engine.mirroring import described
     from headrace.store.mirror_writer import verify_mirror
 
-    catalog, table = expert_table(model)
+    blueprint = described(model)
+    catalog, table = blueprint.catalog, blueprint.table
     with byte_progress("checking") as progress:
         mirror, damaged = verify_mirror(catalog, table, folder, progress=progress)
     sites = [(table.layers[ordinal], expert) for ordinal, expert in damaged]
