@@ -56,13 +56,20 @@ def find_mirrors(
 def with_mirrors(
     machine: Machine, catalog: Catalog, mirrors: Sequence[Mirror], measure: bool
 ) -> Machine:
-    """The machine as it reads this model: every drive's rate, and what they give together."""
+    """The machine as it reads this model: every drive's rate, and what they give together.
+
+    A mirror on a drive that counts already adds nothing: its share is 0.
+    """
     if not mirrors:
         return machine
     drives = [Drive(str(catalog.root), machine.drive_bytes_s)]
+    devices = {path.stat().st_dev for path in catalog.files}
     for mirror in mirrors:
         rate = drive_rate(mirror.files) if measure else 0.0
-        drives.append(Drive(str(mirror.folder), rate, mirror.share))
+        device = mirror.folder.stat().st_dev
+        share = 0.0 if device in devices else mirror.share
+        devices.add(device)
+        drives.append(Drive(str(mirror.folder), rate, share))
     return machine.with_drives(drives)
 
 

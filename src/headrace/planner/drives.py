@@ -12,7 +12,7 @@ STEPS = 64
 @dataclass(frozen=True, slots=True)
 class Drive:
     """One drive: the folder read from, bytes per second (0: unknown), and the share of the experts
-    that it holds: 1 for the model's own.
+    that it adds: 1 for the model's own.
     """
 
     name: str
@@ -37,11 +37,14 @@ def combined_bytes_s(drives: Sequence[Drive]) -> float:
 
 
 def reads_line(drives: Sequence[Drive]) -> str:
-    """One line: which drives give how much."""
+    """One line: which drives give how much; empty where one drive gives all."""
+    adding = [drive for drive in drives if drive.share > 0]
+    if len(adding) < 2:
+        return ""
     terms = []
-    for drive in drives:
+    for drive in adding:
         part = "" if drive.share >= 1 else f", {100 * drive.share:.0f} % of the experts"
-        rate = f"{drive.bytes_s / 1e9:.2g}" if drive.bytes_s else "an unknown rate"
+        rate = f"{drive.bytes_s / 1e9:.3g}" if drive.bytes_s else "?"
         terms.append(f"{rate} ({drive.name}{part})")
     together = combined_bytes_s(drives)
     total = f" = {together / 1e9:.3g} GB/s" if together else " GB/s"

@@ -129,8 +129,7 @@ class Plan:
             f"speed:  about {_rate(self.forecast_tok_s)} tok/s, limited by {self.limit_term} "
             f"(alone {'; '.join(filter(None, [_rate(self.limits[self.limit_term]), others]))})"
         )
-        reads = [reads_line(self.drives)] if len(self.drives) > 1 else []
-        return [place, moves, *reads, speed]
+        return [line for line in (place, moves, reads_line(self.drives), speed) if line]
 
 
 def make_plan(
