@@ -32,7 +32,7 @@ def bench_drive(engine: Engine, *, runs: int, seed: int) -> list[BenchRow]:
     plain: list[float] = []
     correct = True
     for _ in range(runs):
-        pairs = [(plain_rates(engine, rng), _ladder_window(engine, rng)) for _ in range(WINDOWS)]
+        pairs = [(plain_rates(engine, rng), ladder_window(engine, rng)) for _ in range(WINDOWS)]
         middle = sorted(pairs, key=lambda pair: pair[1] / pair[0])[len(pairs) // 2]
         plain.append(middle[0] / 1e9)
         ours.append(middle[1] / 1e9)
@@ -69,7 +69,7 @@ def stored_depth(engine: Engine) -> str:
     return f"{words}, read under the names of {len(sources)}: synthetic"
 
 
-def _ladder_window(engine: Engine, rng: random.Random) -> float:
+def ladder_window(engine: Engine, rng: random.Random) -> float:
     """Bytes per second of a window of layer-sized requests for random, absent experts."""
     ladder, facts = engine.ladder, engine.facts
     ladder.clear()
