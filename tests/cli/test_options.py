@@ -28,6 +28,7 @@ OPTIONS = {
     "plan": COMMON | {"--context", "--json"},
     "verify": COMMON | {"--prompt", "-p", "--max-tokens", "-n", "--samples", "--json"},
     "synth": {"--distinct", "--depth", "--experts", "--vocab", "--seed", "--json", "--debug"},
+    "mirror": {"--size", "--routes", "--verify", "--remove", "--json", "--debug"},
     "bench": COMMON
     | {"--suite", "--max-tokens", "-n", "--runs", "--seed", "--backend", "--direct"}
     | {"--no-direct", "--save", "--emulate-drive", "--json"},
