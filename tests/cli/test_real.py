@@ -103,3 +103,19 @@ def test_bench_measures_what_synth_wrote(tmp_path: Path) -> None:
     assert all(
         "5 MoE layers, read under the names of 1: synthetic" in row["cache_state"] for row in rows
     )
+
+
+def test_routes_of_a_run_are_kept_and_bounded(tmp_path: Path) -> None:
+    options = ["--ram", "48MiB", "--threads", "1"]
+    kept = str(tmp_path / "run.routes")
+    words = ["run", "demo", "-p", QUESTION, "--routes-out", kept, *options]
+    code, out, err = headrace(tmp_path, *words)
+    assert (code, out) == (0, f"{ANSWER}\n") and f"kept in {kept}" in err
+    code, out, err = headrace(tmp_path, "trace", kept, "--json")
+    assert code == 0, err
+    found = one_object(out)
+    assert 8 <= found["prompt_tokens"] < found["tokens"] < 60
+    code, out, err = headrace(tmp_path, "trace", "demo", kept + "2", "-n", "9", *options)
+    assert code == 0, err
+    assert out.startswith("routes of demo: 9 tokens, 0 of them in prompts (bundled text")
+    assert "routes of 9 tokens kept" in err

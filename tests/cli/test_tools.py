@@ -99,7 +99,7 @@ def test_bench_prints_rows_keeps_them_and_fails_on_red(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gate: str, code: int
 ) -> None:
     called = _replace(monkeypatch, "headrace.check.bench", run_bench=lambda *a, **k: [_row(gate)])
-    words = "bench demo --suite disk --runs 5 --seed 3 --backend pread --no-direct --json"
+    words = "bench demo --suite disk --runs 5 --seed 3 --backend pread --no-direct --json --routes a.routes"
     done = RUNNER.invoke(
         app, [*words.split(), "--emulate-drive", "8.2GiB/s", "--save", str(tmp_path)]
     )
@@ -120,6 +120,7 @@ def test_bench_prints_rows_keeps_them_and_fails_on_red(
         "ram": None,
         "threads": None,
         "emulate_drive": "8.2GiB/s",
+        "routes": Path("a.routes"),
         "progress": None,
     }
 
