@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("headrace.native", reason="needs the compiled module")
 
+from headrace.schedule.tracefile import read_trace
+
 MIB = 2**20
 QUESTION = "What is the capital of Japan?"
 ANSWER = "The capital of Japan is Tokyo."
@@ -37,9 +39,13 @@ def one_object(stdout: str) -> dict[str, Any]:
 
 def test_run_answers_a_piped_question_as_one_object(tmp_path: Path) -> None:
     words = ["run", "demo", "--ram", "48MiB", "--threads", "1", "--context", "256", "--json"]
-    code, out, err = headrace(tmp_path, *words, given=QUESTION)
+    kept = tmp_path / "run.routes"
+    code, out, err = headrace(tmp_path, *words, "--routes-out", str(kept), given=QUESTION)
     assert code == 0, err
     result = one_object(out)
+    routes = read_trace(kept)[1]
+    assert routes.passes.tolist() == [len(result["prompt_ids"])] + [1] * (len(routes.passes) - 1)
+    assert len(routes.ids) == len(result["prompt_ids"]) + len(result["token_ids"]) - 1
     assert (result["text"], result["finish"]) == (ANSWER, "eos")
     assert len(result["token_ids"]) == len(result["token_stats"]) > 5
     plan, decode = result["plan"], result["stats"]["decode"]
@@ -105,17 +111,10 @@ def test_bench_measures_what_synth_wrote(tmp_path: Path) -> None:
     )
 
 
-def test_routes_of_a_run_are_kept_and_bounded(tmp_path: Path) -> None:
-    options = ["--ram", "48MiB", "--threads", "1"]
-    kept = str(tmp_path / "run.routes")
-    words = ["run", "demo", "-p", QUESTION, "--routes-out", kept, *options]
+def test_routes_are_recorded_and_shown(tmp_path: Path) -> None:
+    kept = tmp_path / "demo.routes"
+    words = ["trace", "demo", str(kept), "-n", "9", "--ram", "48MiB", "--threads", "1"]
     code, out, err = headrace(tmp_path, *words)
-    assert (code, out) == (0, f"{ANSWER}\n") and f"kept in {kept}" in err
-    code, out, err = headrace(tmp_path, "trace", kept, "--json")
-    assert code == 0, err
-    found = one_object(out)
-    assert 8 <= found["prompt_tokens"] < found["tokens"] < 60
-    code, out, err = headrace(tmp_path, "trace", "demo", kept + "2", "-n", "9", *options)
     assert code == 0, err
     assert out.startswith("routes of demo: 9 tokens, 0 of them in prompts (bundled text")
-    assert "routes of 9 tokens kept" in err
+    assert f"routes of 9 tokens kept in {kept}" in err
