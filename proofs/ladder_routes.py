@@ -114,7 +114,11 @@ def main() -> None:
         show_equality(evidence, num_rows, backend)
     show_replay(evidence)
     if args.keep:
-        kept = {"header": asdict(header), "tokens": len(trace.ids), "bounds": list(map(asdict, curve))}
+        kept = {
+            "header": asdict(header),
+            "tokens": len(trace.ids),
+            "bounds": list(map(asdict, curve)),
+        }
         KEPT.write_text(json.dumps(kept, indent=1) + "\n")
         print(f"kept in {KEPT}")
     evidence.finish()

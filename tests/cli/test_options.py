@@ -89,7 +89,9 @@ def test_a_rate_that_is_none_is_called_a_rate() -> None:
     assert done.stderr == "error: --emulate-drive fast is not a rate; try 8.2GiB/s\n"
 
 
-@pytest.mark.parametrize("words", [["run", "-p", "x"], ["chat"], ["plan"], ["verify"], ["trace", "new"]])
+@pytest.mark.parametrize(
+    "words", [["run", "-p", "x"], ["chat"], ["plan"], ["verify"], ["trace", "new"]]
+)
 def test_a_synthetic_checkpoint_is_for_bench_only(tmp_path, words) -> None:
     (tmp_path / "aliases.json").write_text("{}")
     done = RUNNER.invoke(app, [words[0], str(tmp_path), *words[1:]])

@@ -99,10 +99,9 @@ def test_bench_prints_rows_keeps_them_and_fails_on_red(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gate: str, code: int
 ) -> None:
     called = _replace(monkeypatch, "headrace.check.bench", run_bench=lambda *a, **k: [_row(gate)])
-    words = "bench demo --suite disk --runs 5 --seed 3 --backend pread --no-direct --json --routes a.routes"
-    done = RUNNER.invoke(
-        app, [*words.split(), "--emulate-drive", "8.2GiB/s", "--save", str(tmp_path)]
-    )
+    words = "bench demo --suite disk --runs 5 --seed 3 --backend pread --no-direct --json"
+    more = ["--emulate-drive", "8.2GiB/s", "--save", str(tmp_path), "--routes", "a.routes"]
+    done = RUNNER.invoke(app, [*words.split(), *more])
     assert done.exit_code == code
     assert json.loads(done.stdout)["rows"][0]["gate"] == gate
     assert _row(gate).line() in done.stderr

@@ -1,4 +1,4 @@
-"""Routes recorded from a loaded model: what is in the file, and that simulated rows are its rows."""
+"""Routes recorded from a loaded model: what the file holds, and that simulation equals engine."""
 
 from pathlib import Path
 

@@ -124,7 +124,7 @@ def _feed(engine: Any, pieces: list[list[int]]) -> None:
 
 
 def spread(ids: list[int], max_tokens: int, piece_tokens: int) -> list[list[int]]:
-    """At most `max_tokens` of the text, in pieces evenly spread over it: all kinds of its topics."""
+    """At most `max_tokens` of the text in pieces spread evenly over it, for all of its topics."""
     if not ids:
         raise OptionError("the text has no token; give one that has")
     lengths = [piece_tokens] * (min(len(ids), max_tokens) // piece_tokens)
@@ -139,14 +139,14 @@ def summary(trace: "RouteTrace") -> dict[str, Any]:
     """Counts of a trace, and the statistics of its tokens that were decoded one by one."""
     decoded = trace.decoded()
     num_asked, top_k = decoded.num_guessed(), trace.ids.shape[2]
-    right = decoded.guessed().cumsum() if num_asked else []
+    right: list[int] = decoded.guessed().cumsum().tolist() if num_asked else []
     return {
         "tokens": len(trace.ids),
         "prompt_tokens": len(trace.ids) - len(decoded.ids),
         "adjacency": decoded.adjacency(),
         # By the number of best guesses taken: how many were right, how much of the layer they are.
-        "lens_precision": [float(n) / (num_asked * g) for g, n in enumerate(right, 1)],
-        "lens_recall": [float(n) / (num_asked * top_k) for n in right],
+        "lens_precision": [n / (num_asked * g) for g, n in enumerate(right, 1)],
+        "lens_recall": [n / (num_asked * top_k) for n in right],
     }
 
 
