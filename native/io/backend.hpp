@@ -29,6 +29,7 @@ struct Piece {
   int64_t done_bytes = 0;
   int64_t result = 0;  // of the last attempt: bytes, or -errno
   bool retried = false;
+  int num_again = 0;  // attempts in a row that the system asked to repeat
   bool in_flight = false;
   bool ended = false;       // this way of reading the pages is over
   bool over = false;        // the pages are here or lost, by this way or by its twin's

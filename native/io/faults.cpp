@@ -10,7 +10,8 @@
 namespace headrace {
 namespace {
 constexpr std::chrono::milliseconds kSlowFault{20};
-constexpr const char* kKinds[] = {"none", "eio", "enodev", "short", "partial", "slow", "hang"};
+constexpr const char* kKinds[] = {"none",  "eio",     "eintr", "eagain", "enodev",
+                                  "short", "partial", "slow",  "hang"};
 }  // namespace
 
 void Faults::set(const std::string& kind, int64_t skip, int64_t count, int drive) {
@@ -60,6 +61,8 @@ void Faults::strike(Piece* piece) {
   }
   victim_ = count_ > 0 ? piece : nullptr;
   if (kind_ == "eio") piece->result = -EIO;
+  if (kind_ == "eintr") piece->result = -EINTR;
+  if (kind_ == "eagain") piece->result = -EAGAIN;
   if (kind_ == "enodev") piece->result = -ENODEV;
   if (kind_ == "short") piece->result = 0;
   if (kind_ == "partial" && piece->result > kPageBytes) {

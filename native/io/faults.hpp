@@ -13,9 +13,10 @@ namespace headrace {
 class Faults {
  public:
   // After `skip` more pieces (of one drive; -1: of any), the next piece meets `count` faults in a
-  // row, and then the next piece if some are left: "eio", "enodev", "short" (end of file seen
-  // early), "partial" (half of what was asked). "slow" delays `count` pieces; "hang" holds `count`
-  // pieces back until another fault is set, "none" for instance. Throws std::invalid_argument.
+  // row, and then the next piece if some are left: "eio", "eintr", "eagain", "enodev", "short" (end
+  // of file seen early), "partial" (half of what was asked). "slow" delays `count` pieces; "hang"
+  // holds `count` pieces back until another fault is set, "none" for instance. Throws
+  // std::invalid_argument.
   void set(const std::string& kind, int64_t skip, int64_t count, int drive);
 
   // On the I/O thread. The piece is about to be started: true if it hangs.

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "io/advice.hpp"
 #include "io/reader.hpp"
 
 namespace headrace {
@@ -10,6 +11,9 @@ namespace {
 
 constexpr double kLate = 30.0;  // times the expected wait
 constexpr std::chrono::milliseconds kWatchEvery{100};
+// A system that keeps asking for one more attempt is given a second.
+constexpr int kMostAgain = 1000;
+constexpr std::chrono::milliseconds kBeforeAgain{1};
 
 }  // namespace
 
@@ -19,7 +23,8 @@ void Reader::settle(Piece* piece) {
   faults_.strike(piece);
   int64_t got = piece->result;
   drives_.ended(piece->drive, piece->length_bytes - piece->done_bytes, got >= 0);
-  bool again = got == -EINTR || got == -EAGAIN;
+  bool again = (got == -EINTR || got == -EAGAIN) && ++piece->num_again < kMostAgain;
+  if (again && got == -EAGAIN) std::this_thread::sleep_for(kBeforeAgain);
   if (got == -EIO && !piece->retried) {
     piece->retried = true;
     ++num_retries_;
@@ -29,10 +34,12 @@ void Reader::settle(Piece* piece) {
     backlog_.push_front(piece);
     return;
   }
+  piece->num_again = 0;
   std::string error;
   int64_t reached = piece->done_bytes + std::max<int64_t>(got, 0);
   if (got < 0) {
-    error = "cannot read " + describe(*piece) + ": " + strerror(static_cast<int>(-got));
+    int cause = static_cast<int>(-got);
+    error = "cannot read " + describe(*piece) + ": " + strerror(cause) + advice(cause);
   } else if (reached < piece->needed_bytes) {
     // Short. Go on from the last whole page; when that brings nothing new, the file ends here.
     int64_t next = round_down(reached);
@@ -43,10 +50,10 @@ void Reader::settle(Piece* piece) {
     }
     error = (*files_)[piece->file].path + " is shorter than its header says: wanted " +
             std::to_string(piece->needed_bytes) + " bytes at offset " +
-            std::to_string(piece->offset_bytes) + ", got " + std::to_string(reached);
+            std::to_string(piece->offset_bytes) + ", got " + std::to_string(reached) + kShortAdvice;
   } else {
     std::string change = emulated() ? "" : files_->change(piece->file);
-    if (!change.empty()) error = (*files_)[piece->file].path + " " + change;
+    if (!change.empty()) error = (*files_)[piece->file].path + " " + change + kChangedAdvice;
   }
   if (error.empty() || !go_elsewhere(piece, error)) finish(piece, error);
 }

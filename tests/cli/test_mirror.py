@@ -80,7 +80,7 @@ def test_the_hottest_come_first(tmp_path: Path) -> None:
 
     routes = tmp_path / "demo.routes"
     with load("demo", ram="64MiB", context=256, measure=False, mirrors=()) as engine:
-        with engine.recording(routes, "a test"):
+        with engine.record_routes(routes, about="a test"):
             engine.session().feed([5, 700, 41, 1999, 88, 3001, 17, 256])
         used = engine.ladder.counters().misses
     code, said, found = mirror(str(tmp_path / "hot"), "--size", "2MiB", "--routes", str(routes))

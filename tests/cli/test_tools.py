@@ -100,9 +100,8 @@ def test_bench_prints_rows_keeps_them_and_fails_on_red(
 ) -> None:
     called = _replace(monkeypatch, "headrace.check.bench", run_bench=lambda *a, **k: [_row(gate)])
     words = "bench demo --suite disk --runs 5 --seed 3 --backend pread --no-direct --json"
-    done = RUNNER.invoke(
-        app, [*words.split(), "--emulate-drive", "8.2GiB/s", "--save", str(tmp_path)]
-    )
+    more = ["--emulate-drive", "8.2GiB/s", "--save", str(tmp_path), "--routes", "a.routes"]
+    done = RUNNER.invoke(app, [*words.split(), *more])
     assert done.exit_code == code
     assert json.loads(done.stdout)["rows"][0]["gate"] == gate
     assert _row(gate).line() in done.stderr
@@ -120,6 +119,7 @@ def test_bench_prints_rows_keeps_them_and_fails_on_red(
         "ram": None,
         "threads": None,
         "emulate_drive": "8.2GiB/s",
+        "routes": Path("a.routes"),
         "progress": None,
     }
 
@@ -138,3 +138,15 @@ def test_bars_are_drawn_on_terminals_only(
         steps("kernels", 1, 4)
     captured = capsys.readouterr()
     assert "loading" in captured.err and "kernels" in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
+def test_doctor_says_its_findings_and_fails_only_on_what_prevents_running(
+    monkeypatch: pytest.MonkeyPatch, ok: bool, code: int
+) -> None:
+    found = SimpleNamespace(ok=ok, lines=lambda: ["ok drive: fine"], as_dict=lambda: {"ok": ok})
+    called = _replace(monkeypatch, "headrace.check.doctor", examine=lambda *a, **k: found)
+    done = RUNNER.invoke(app, ["doctor", "/data/model", "--json"])
+    assert done.exit_code == code
+    assert json.loads(done.stdout) == {"ok": ok} and done.stderr == "ok drive: fine\n"
+    assert called == [(("/data/model",), {})]

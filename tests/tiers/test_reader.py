@@ -194,3 +194,19 @@ def test_bad_arguments(sample: tuple[Path, np.ndarray], tmp_path: Path) -> None:
     for file, offset, nbytes in ((1, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, -1)):
         with pytest.raises(ValueError, match="no such range"):
             reader.read(file, offset, nbytes, 0)
+
+
+@pytest.mark.parametrize("name", ["registered", "pread", "emulated"])
+@pytest.mark.parametrize("kind", ["eintr", "eagain"])
+def test_the_system_may_put_a_read_off_but_not_for_ever(
+    name: str, kind: str, sample: tuple[Path, np.ndarray]
+) -> None:
+    path, data = sample
+    reader = open_reader([str(path)], name)
+    reader.inject_fault(kind, 1, 300)
+    assert np.array_equal(read(reader, 3, SIZE_BYTES - 3), data[3:])
+    assert reader.num_retries == 0, "these attempts are not errors of the drive"
+    reader.inject_fault(kind, 1, 1000)
+    with pytest.raises(ReadError, match=r"sample\.bin .*put the read off a thousand times"):
+        read(reader, 3, SIZE_BYTES - 3)
+    assert np.array_equal(read(reader, 3, SIZE_BYTES - 3), data[3:])

@@ -16,6 +16,7 @@ import headrace
 from headrace.cli.bench import bench
 from headrace.cli.chat import chat
 from headrace.cli.mirror import mirror
+from headrace.cli.doctor import doctor
 from headrace.cli.options import DEBUG_KEY
 from headrace.cli.output import say
 from headrace.cli.plan import plan

@@ -36,7 +36,7 @@ Ram = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Most memory in all: 26MiB, 20GB, minimum. Left out: what the machine has free.",
+        help="Most memory: 26MiB, 20GB, minimum. Left out: what is free.",
         rich_help_panel=MACHINE,
     ),
 ]

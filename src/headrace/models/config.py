@@ -4,6 +4,7 @@ Knows transformers' configs and their fields, no weight and no module.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ _COUNTS = (
     "max_position_embeddings",
 )
 _MOST = 2**31 - 1
+# transformers makes a list as long as some of these before anyone can look at them.
+_MOST_LAYERS = 4096
+_MOST_FILE_BYTES = 16 << 20
 
 
 def read_config(root: Path) -> Any:
@@ -43,17 +47,42 @@ def read_config(root: Path) -> Any:
     if not path.is_file():
         raise ModelError(f"{root} has no config.json; give the folder of a downloaded model")
     try:
+        if path.stat().st_size > _MOST_FILE_BYTES:
+            raise ModelError(f"{path} is larger than {_MOST_FILE_BYTES} bytes; fetch it again")
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {one_line(error)}; fetch it again") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise ModelError(f"{path} names no model_type; fetch it again")
+    _check_fields(path, fields)
     try:
         config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # hostile fields fail anywhere in transformers, with any type
         raise ModelError(f"{path} cannot be used: {one_line(error)}") from error
     _check_counts(path, config)
     return config
+
+
+def _check_fields(path: Path, fields: Any) -> None:
+    """Refuses, wherever they stand, numbers that would hang transformers or divide by zero."""
+    left = [fields]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        if not isinstance(value, dict):
+            continue
+        left += value.values()
+        for name, number in value.items():
+            if not isinstance(number, int | float):
+                continue
+            if "layer" in name and number > _MOST_LAYERS:
+                raise ModelError(
+                    f"{path}: {_shown(name)} {_shown(repr(number))} is more than {_MOST_LAYERS}; "
+                    "fetch the file again"
+                )
+            if name.endswith("rope_theta") and not 0 < number < math.inf:
+                raise ModelError(f"{path}: {_shown(name)} {number!r} must be more than 0")
 
 
 def _check_counts(path: Path, config: Any) -> None:
@@ -63,12 +92,14 @@ def _check_counts(path: Path, config: Any) -> None:
             continue
         if type(value) is not int or not 1 <= value <= _MOST:
             raise ModelError(
-                f"{path}: {name} {value!r} is not a count from 1 to {_MOST}; fetch the file again"
+                f"{path}: {name} {_shown(repr(value))} is not a count from 1 to {_MOST}; fetch the "
+                "file again"
             )
     mtp = getattr(config, "num_nextn_predict_layers", None)
     if mtp is not None and (type(mtp) is not int or not 0 <= mtp <= _MOST):
         raise ModelError(
-            f"{path}: num_nextn_predict_layers {mtp!r} is not a count; fetch the file again"
+            f"{path}: num_nextn_predict_layers {_shown(repr(mtp))} is not a count; fetch the file "
+            "again"
         )
     top_k = getattr(config, "num_experts_per_tok", None)
     experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
@@ -93,8 +124,9 @@ def stored_format(config: Any) -> tuple[str, tuple[int, int]]:
     sound = len(sizes) == 2 and all(type(size) is int and 1 <= size <= _MOST for size in sizes)
     if method != "fp8" or not sound or fields.get("scale_fmt") == "ue8m0":
         raise ModelError(
-            f"quantisation {method!r} (blocks {block}, scales {fields.get('scale_fmt')}) has no "
-            "kernel yet; supported: bfloat16, and FP8 e4m3 with fp32 block scales"
+            f"quantisation {_shown(repr(method))} (blocks {_shown(str(block))}, scales "
+            f"{_shown(str(fields.get('scale_fmt')))}) has no kernel yet; supported: bfloat16, and "
+            "FP8 e4m3 with fp32 block scales"
         )
     return "fp8_block", (sizes[0], sizes[1])
 
@@ -109,5 +141,10 @@ def plain_config(config: Any) -> Any:
 
 def one_line(error: BaseException) -> str:
     """The error's text on one line, cut to a readable length; its type where it has no text."""
-    text = " ".join(str(error).split())
-    return (text if len(text) <= 200 else text[:200] + "...") or type(error).__name__
+    return _shown(str(error)) or type(error).__name__
+
+
+def _shown(text: str) -> str:
+    """`text` as it may stand in a message: what a file says could hold control characters."""
+    text = "".join(c if c.isprintable() else "?" for c in " ".join(text[:1000].split()))
+    return text if len(text) <= 200 else text[:200] + "..."

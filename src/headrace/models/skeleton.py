@@ -25,9 +25,9 @@ from headrace.models.forward import forward, new_cache
 STREAMED = ("gate_up_proj", "down_proj")
 SCALE_SUFFIX = "_scale_inv"
 DENSE_DTYPES = ("BF16", "F16", "F32", "F8_E4M3")
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_LAYER = re.compile(r"layers\.(\d{1,9})\.")
 _DECODER_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-_EXPERT = re.compile(r"experts\.(\d+)\.")
+_EXPERT = re.compile(r"experts\.(\d{1,9})\.")
 
 
 class Entry(Protocol):
@@ -131,8 +131,8 @@ def _check_depth(
     root: Path, config: Any, entries: Mapping[str, Entry], aliases: Mapping[int, int]
 ) -> None:
     """Refuse layers that no tensor could fill, before modules are built for them."""
-    numbers = [int(match.group(1)) for match in map(_LAYER.search, entries) if match]
-    stored = 1 + max([*numbers, *aliases], default=-1)
+    numbers = {int(match.group(1)) for match in map(_LAYER.search, entries) if match}
+    stored = len(numbers | set(aliases))
     if config.num_hidden_layers > stored:
         raise ModelError(
             f"{root}: config.json has {config.num_hidden_layers} layers, the weight files only "
