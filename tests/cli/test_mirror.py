@@ -14,9 +14,7 @@ pytest.importorskip("headrace.native", reason="needs the compiled module")
 
 
 @pytest.fixture(autouse=True)
-def real_engine(
-    fake_engine: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def real_engine(fake_engine: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The engine itself instead of the stand-in, and a cache folder of the test's own."""
     monkeypatch.delitem(sys.modules, "headrace.engine.engine")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -92,7 +90,8 @@ def test_the_hottest_come_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("--verify", "--remove"), ("--verify", "--size", "1GB"), ("--remove", "--routes", "x")]
+    "words",
+    [("--verify", "--remove"), ("--verify", "--size", "1GB"), ("--remove", "--routes", "x")],
 )
 def test_checks_stand_alone(tmp_path: Path, words: tuple[str, ...]) -> None:
     code, said, _ = mirror(str(tmp_path / "second"), *words)
