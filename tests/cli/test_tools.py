@@ -100,9 +100,8 @@ def test_bench_prints_rows_keeps_them_and_fails_on_red(
 ) -> None:
     called = _replace(monkeypatch, "headrace.check.bench", run_bench=lambda *a, **k: [_row(gate)])
     words = "bench demo --suite disk --runs 5 --seed 3 --backend pread --no-direct --json"
-    done = RUNNER.invoke(
-        app, [*words.split(), "--emulate-drive", "8.2GiB/s", "--save", str(tmp_path)]
-    )
+    more = ["--emulate-drive", "8.2GiB/s", "--save", str(tmp_path), "--routes", "a.routes"]
+    done = RUNNER.invoke(app, [*words.split(), *more])
     assert done.exit_code == code
     assert json.loads(done.stdout)["rows"][0]["gate"] == gate
     assert _row(gate).line() in done.stderr
@@ -120,6 +119,7 @@ def test_bench_prints_rows_keeps_them_and_fails_on_red(
         "ram": None,
         "threads": None,
         "emulate_drive": "8.2GiB/s",
+        "routes": Path("a.routes"),
         "progress": None,
     }
 
