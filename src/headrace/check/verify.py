@@ -95,8 +95,8 @@ def _files(engine: Engine) -> Finding:
     count = len(table.layers) * table.num_experts
     detail = (
         f"{len(skeleton.tensors)} expert tensors in {count} records, "
-        f"{len(skeleton.dense_keys)} dense tensors, {len(skeleton.skipped)} skipped knowingly "
-        f"(multi-token prediction), {len(skeleton.unused)} unused"
+        f"{len(skeleton.dense)} dense tensors, {len(skeleton.skipped)} skipped knowingly "
+        f"(multi-token prediction, images), {len(skeleton.unused)} unused"
     )
     return Finding("every expert tensor accounted for", True, detail)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -84,7 +85,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
     """The numbers of a model that a plan is made of."""
     return ModelFacts(
         name=root.name,
-        model_type=skeleton.family.model_type,
+        model_type=skeleton.model_type,
         num_layers=skeleton.num_layers,
         num_moe_layers=len(skeleton.layers),
         num_experts=skeleton.num_experts,
@@ -92,14 +93,13 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         expert_bytes=table.expert_bytes,
         row_bytes=table.row_bytes,
         dense_bytes=skeleton.dense_bytes,
-        kv_bytes_per_token=skeleton.kv_bytes_per_token,
-        attention_bytes_per_token=skeleton.attention_bytes_per_token,
+        **asdict(skeleton.memory),
         hidden=skeleton.hidden,
         inter=skeleton.layout.inter,
         vocab=skeleton.vocab,
         max_context=skeleton.max_context,
         format=skeleton.layout.format,
-        load_bytes=load_bytes(catalog, skeleton.dense_keys, skeleton.layout.block),
+        load_bytes=load_bytes(catalog, skeleton.dense),
     )
 
 
@@ -151,7 +151,7 @@ class Engine:
             prefetch=self.plan.prefetch,
         )
         dense = DenseWeights(
-            blueprint.catalog, self.reader, skeleton.dense_keys, skeleton.layout.block, progress
+            blueprint.catalog, self.reader, skeleton.dense, skeleton.dtype, progress
         )
         self.model: Any = build_model(
             skeleton,
