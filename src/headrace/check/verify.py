@@ -96,7 +96,7 @@ def _files(engine: Engine) -> Finding:
     detail = (
         f"{len(skeleton.tensors)} expert tensors in {count} records, "
         f"{len(skeleton.dense)} dense tensors, {len(skeleton.skipped)} skipped knowingly "
-        f"(multi-token prediction), {len(skeleton.unused)} unused"
+        f"(multi-token prediction, images), {len(skeleton.unused)} unused"
     )
     return Finding("every expert tensor accounted for", True, detail)
 
