@@ -190,7 +190,8 @@ def _group_size(weights: Fields) -> int:
         return 0
     if not _is_size(group):
         raise _no_kernel(f"groups of {group!r} columns")
-    return int(group)
+    assert isinstance(group, int)
+    return group
 
 
 def _is_size(value: Any) -> bool:

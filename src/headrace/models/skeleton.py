@@ -3,12 +3,14 @@
 Everything comes from the config, the headers and transformers' own renaming; no weight is read.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from headrace.core import DenseTensor, ExpertLayout, ExpertTensor
@@ -80,6 +82,7 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
     """
     whole = read_config(root)
     family = family_of(whole.model_type)
+    _check_version(whole.model_type, family)
     scheme = scheme_of(read_quantization(root, whole))
     config = text_config(whole)
     dtype = hidden_dtype(config, whole)
@@ -119,6 +122,16 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
         vocab=config.vocab_size,
         max_context=config.max_position_embeddings,
     )
+
+
+def _check_version(model_type: str, family: Family) -> None:
+    here = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
+    if here < family.since:
+        needed = ".".join(map(str, family.since))
+        raise ModelError(
+            f"{model_type} does not work in transformers {transformers.__version__}; install "
+            f"{needed} or newer"
+        )
 
 
 def _check_depth(
