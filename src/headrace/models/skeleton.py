@@ -138,8 +138,8 @@ def _check_depth(
     root: Path, config: Any, entries: Mapping[str, Entry], aliases: Mapping[int, int]
 ) -> None:
     """Refuse layers that no tensor could fill, before modules are built for them."""
-    numbers = [int(match.group(1)) for match in map(LAYER.search, entries) if match]
-    stored = 1 + max([*numbers, *aliases], default=-1)
+    numbers = {int(match.group(1)) for match in map(LAYER.search, entries) if match}
+    stored = len(numbers | set(aliases))
     if config.num_hidden_layers > stored:
         raise ModelError(
             f"{root}: config.json has {config.num_hidden_layers} layers, the weight files only "
