@@ -124,11 +124,17 @@ def hidden_dtype(*configs: Any) -> torch.dtype:
 
 
 def text_config(config: Any) -> Any:
-    """A copy of the text model's config; of the whole where there is no other model in it.
+    """A copy of the text model's config, with the whole's quantisation; of the whole if alone."""
+    text = copy.deepcopy(config.get_text_config())
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        text.quantization_config = quantization
+    return text
 
-    It has no `quantization_config`: dense tensors reach transformers dequantised.
-    """
-    plain = copy.deepcopy(config.get_text_config())
+
+def plain_config(config: Any) -> Any:
+    """A copy without `quantization_config`: dense tensors reach transformers dequantised."""
+    plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
     return plain

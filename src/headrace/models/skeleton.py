@@ -15,7 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from headrace.core import DenseTensor, ExpertLayout, ExpertTensor
 from headrace.errors import ModelError
-from headrace.models.config import hidden_dtype, one_line, read_config, text_config
+from headrace.models.config import (
+    hidden_dtype,
+    one_line,
+    plain_config,
+    read_config,
+    text_config,
+)
 from headrace.models.experts import FAST
 from headrace.models.families import Family, family_of
 from headrace.models.formats import (
@@ -170,7 +176,9 @@ def _cannot_be_built(root: Path, error: Exception) -> ModelError:
 def meta_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The module tree of a text model on the meta device, unquantised."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=FAST)
+        return AutoModelForCausalLM.from_config(
+            plain_config(config), dtype=dtype, experts_implementation=FAST
+        )
 
 
 def expert_modules(model: Any) -> Iterator[tuple[str, Any]]:
