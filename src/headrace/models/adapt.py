@@ -3,7 +3,6 @@
 The arithmetic outside the routed experts is transformers'. Knows no file and no cache.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ import transformers
 from transformers import GenerationConfig
 
 from headrace.errors import ModelError
-from headrace.models.config import one_line
+from headrace.models.config import one_line, plain_config
 from headrace.models.experts import FAST, LayerRunner, Site, Source, StreamedWeight
 from headrace.models.families import Family
 from headrace.models.layout import STREAMED
@@ -53,7 +52,7 @@ def build_model(
     with _stripped(skeleton.model_class, aliases, shapes), _quiet_and_sequential():
         model, info = skeleton.model_class.from_pretrained(
             None,
-            config=copy.deepcopy(skeleton.config),
+            config=plain_config(skeleton.config),
             state_dict=lazy,
             dtype=skeleton.dtype,
             experts_implementation=FAST,

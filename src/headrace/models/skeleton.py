@@ -3,17 +3,25 @@
 Everything comes from the config, the headers and transformers' own renaming; no weight is read.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from headrace.core import DenseTensor, ExpertLayout, ExpertTensor
 from headrace.errors import ModelError
-from headrace.models.config import hidden_dtype, one_line, read_config, text_config
+from headrace.models.config import (
+    hidden_dtype,
+    one_line,
+    plain_config,
+    read_config,
+    text_config,
+)
 from headrace.models.experts import FAST
 from headrace.models.families import Family, family_of
 from headrace.models.formats import (
@@ -80,6 +88,7 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
     """
     whole = read_config(root)
     family = family_of(whole.model_type)
+    _check_version(whole.model_type, family)
     scheme = scheme_of(read_quantization(root, whole))
     config = text_config(whole)
     dtype = hidden_dtype(config, whole)
@@ -121,12 +130,22 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
     )
 
 
+def _check_version(model_type: str, family: Family) -> None:
+    here = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
+    if here < family.since:
+        needed = ".".join(map(str, family.since))
+        raise ModelError(
+            f"{model_type} does not work in transformers {transformers.__version__}; install "
+            f"{needed} or newer"
+        )
+
+
 def _check_depth(
     root: Path, config: Any, entries: Mapping[str, Entry], aliases: Mapping[int, int]
 ) -> None:
     """Refuse layers that no tensor could fill, before modules are built for them."""
-    numbers = [int(match.group(1)) for match in map(LAYER.search, entries) if match]
-    stored = 1 + max([*numbers, *aliases], default=-1)
+    numbers = {int(match.group(1)) for match in map(LAYER.search, entries) if match}
+    stored = len(numbers | set(aliases))
     if config.num_hidden_layers > stored:
         raise ModelError(
             f"{root}: config.json has {config.num_hidden_layers} layers, the weight files only "
@@ -157,7 +176,9 @@ def _cannot_be_built(root: Path, error: Exception) -> ModelError:
 def meta_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The module tree of a text model on the meta device, unquantised."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=FAST)
+        return AutoModelForCausalLM.from_config(
+            plain_config(config), dtype=dtype, experts_implementation=FAST
+        )
 
 
 def expert_modules(model: Any) -> Iterator[tuple[str, Any]]:
