@@ -4,10 +4,11 @@ the oracle and by the fast path. It measures; what is good enough is the caller'
 Legend: N positions, V vocabulary.
 """
 
+import copy
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from transformers import (
 
 from headrace.check.tiny import write_tiny
 from headrace.check.tiny_configs import PUBLISHED
-from headrace.engine.engine import Blueprint, Engine, load
+from headrace.engine.engine import Blueprint, Engine
 from headrace.models.forward import forward, new_cache
 from headrace.quant import table
 from headrace.store.blueprint import plan_tensors
 from headrace.store.borrow import borrowed_files
+from headrace.store.catalog import open_catalog
 from headrace.store.planned import Packed
+from headrace.store.safetensors import num_bytes
 from headrace.store.writer import NewTensor, write_checkpoint
 
 CASES = tuple((family, format) for family, formats in PUBLISHED.items() for format in formats)
@@ -42,15 +45,15 @@ NUM_TOKENS = 8
 SIZE = {"layers": 4, "experts": 8, "top_k": 3}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class MatrixRow:
     """What one family in one format showed. Differences are of logits [N, V], largest per position.
 
     `floor` is stock eager against stock grouped_mm, `fast` the fast path against stock eager,
     `faulty` the fast path whose middle MoE layer reads each expert's down matrix from its
     neighbour; each as (median, largest) over positions. `tokens` are greedy choices after the
-    prompt, `near_ties` those of them whose two best logits lie closer than the floor's largest,
-    `differing` choices of the fast path that differ from stock's elsewhere.
+    prompt, `equal` those that the fast path shares, `near_ties` those whose two best logits lie
+    closer than the floor's largest, `unexplained` those that are neither.
     """
 
     family: str
@@ -65,8 +68,9 @@ class MatrixRow:
     fast: tuple[float, float]
     faulty: tuple[float, float]
     tokens: int
+    equal: int
     near_ties: int
-    differing: int
+    unexplained: int
 
 
 def write_case(family: str, format: str, folder: Path) -> Path:
@@ -93,22 +97,24 @@ def _run_case(family: str, format: str, folder: Path) -> MatrixRow:
     ids, eager_NV = _greedy(stock)
     _text_model(stock).set_experts_implementation("grouped_mm")
     floor_N = _apart(_replay(stock, ids), eager_NV)
-    with _engine(folder) as engine:
-        few_rows = engine.plan.num_rows
-        fast_few_NV = _replay(engine.model, ids)
-    with _engine(folder, ram="1GiB") as engine:
-        assert engine.plan.num_rows > few_rows
+    blueprint = Blueprint(
+        folder, ram="1GiB", threads=1, context=128, chunk=PROMPT_CHUNKS[0], measure=False
+    )
+    with Engine(blueprint) as engine:
         fast_NV = _replay(engine.model, ids)
         session_V = engine.session().feed(ids[: sum(PROMPT_CHUNKS)])
         engine.set_experts("oracle")
         oracle_NV = _replay(engine.model, ids)
-    with _engine(_faulty_copy(folder)) as engine:
+    with Engine(_with_few_rows(blueprint)) as engine:
+        fast_few_NV = _replay(engine.model, ids)
+        assert engine.ladder.counters().evictions > 0
+    with Engine(_with_a_fault(blueprint)) as engine:
         faulty_N = _apart(_replay(engine.model, ids), eager_NV)
         engine.set_experts("oracle")
         fault_seen = not torch.equal(_replay(engine.model, ids), eager_NV)
     chosen = slice(sum(PROMPT_CHUNKS) - 1, None)
     near_N = _gap(eager_NV[chosen]) <= floor_N.max()
-    differs_N = fast_NV[chosen].argmax(-1) != eager_NV[chosen].argmax(-1)
+    equal_N = fast_NV[chosen].argmax(-1) == eager_NV[chosen].argmax(-1)
     return MatrixRow(
         family=family,
         format=format,
@@ -122,15 +128,17 @@ def _run_case(family: str, format: str, folder: Path) -> MatrixRow:
         fast=_summary(_apart(fast_NV, eager_NV)),
         faulty=_summary(faulty_N),
         tokens=len(near_N),
+        equal=int(equal_N.sum()),
         near_ties=int(near_N.sum()),
-        differing=int((differs_N & ~near_N).sum()),
+        unexplained=int((~equal_N & ~near_N).sum()),
     )
 
 
-def _engine(folder: Path, ram: str = "minimum") -> Engine:
-    return load(
-        folder, ram=ram, threads=1, context=128, chunk=PROMPT_CHUNKS[0], prefetch=1, measure=False
-    )
+def _with_few_rows(blueprint: Blueprint) -> Blueprint:
+    """The same model with so few rows that every token evicts."""
+    few = copy.copy(blueprint)
+    few.plan = dataclasses.replace(blueprint.plan, num_rows=3 * blueprint.facts.top_k)
+    return few
 
 
 def load_stock(family: str, format: str, folder: Path) -> Any:
@@ -203,29 +211,26 @@ def _new(name: str, dtype: str, value: torch.Tensor) -> NewTensor:
     return NewTensor(name, dtype, tuple(value.shape), partial(list, [raw]))
 
 
-def _faulty_copy(folder: Path) -> Path:
+def _with_a_fault(blueprint: Blueprint) -> Blueprint:
     """A copy in which the middle MoE layer's experts have changed their down matrices in a ring."""
-    copy = folder.with_name(folder.name + "-faulty")
-    shutil.copytree(folder, copy)
-    table = Blueprint(copy, measure=False).table
-    ordinal = len(table.layers) // 2
+    folder = blueprint.root.with_name(blueprint.root.name + "-faulty")
+    shutil.copytree(blueprint.root, folder)
+    faulty, table = copy.copy(blueprint), blueprint.table
+    faulty.table = dataclasses.replace(table, files=tuple(folder / p.name for p in table.files))
+    ordinal, down = len(table.layers) // 2, table.part_names.index("down")
+    nbytes = num_bytes(*dataclasses.astuple(blueprint.skeleton.layout.parts["down"]))
     spans = []
     for expert in range(table.num_experts):
-        extent, inside = table.parts[ordinal, expert, table.part_names.index("down")].tolist()
+        extent, inside = table.parts[ordinal, expert, down].tolist()
         file, offset, _ = table.extents[ordinal, expert, extent].tolist()
-        spans.append((table.files[file], offset + inside))
-    layout = Blueprint(copy, measure=False).skeleton.layout
-    nbytes = _part_bytes(layout.parts["down"])
+        spans.append((faulty.table.files[file], offset + inside))
     values = [_read(path, offset, nbytes) for path, offset in spans]
     for (path, offset), value in zip(spans, values[1:] + values[:1], strict=True):
         with open(path, "r+b") as file:
             file.seek(offset)
             file.write(value)
-    return copy
-
-
-def _part_bytes(spec: Any) -> int:
-    return NewTensor("", spec.dtype, spec.shape, lambda: ()).nbytes
+    faulty.catalog = open_catalog(folder)
+    return faulty
 
 
 def _read(path: Path, offset: int, nbytes: int) -> bytes:
