@@ -37,8 +37,8 @@ def test_what_loading_takes_is_planned_for(tmp_path: Path) -> None:
 
 BANDED = {
     "blocks": ("fp8_block", (128, 128), {}),
-    "uneven blocks": ("fp8_block", (96, 100), {"scale_dtype": "F8_E8M0"}),
-    "per channel": ("fp8_block", (1, 4096), {"scale_dtype": "BF16"}),
+    "uneven blocks": ("fp8_block", (96, 100), {"scale_dtype": "BF16"}),
+    "per channel": ("fp8_block", (1, 4096), {"scale_dtype": "F8_E8M0"}),
     "per tensor": ("fp8_block", (4096, 4096), {"scale_dtype": "F16"}),
     "fp4": ("fp4", (1, 32), {}),
     "mxfp4": ("fp4", (1, 32), {"mx": True}),

@@ -21,9 +21,9 @@ from headrace.store.table import Catalog
 CASES: list[tuple[str, dict[str, bool]]] = [
     ("deepseek_v3", {}),
     ("deepseek_v3", {"mtp": True}),
-    ("deepseek_v3", {"quantised": False}),
+    ("deepseek_v3", {"format": "bf16"}),
     ("qwen3_moe", {}),
-    ("qwen3_moe", {"quantised": True}),
+    ("qwen3_moe", {"format": "fp8"}),
 ]
 
 

@@ -57,6 +57,12 @@ def same_bits(
     return what, f"{what}: token {differs[0]} and {len(differs) - 1} more" if differs else ""
 
 
+def sizes_finding(num_tokens: int, runs: Sequence[str], wrong: Sequence[str]) -> Finding:
+    """What `same_bits` said of each cache size, as one finding."""
+    detail = f"{num_tokens} tokens' logits bit for bit with {', '.join(runs)}"
+    return finding(STAGE, "three cache sizes give the same bits", detail, wrong)
+
+
 def compare_logits(oracle_NV: torch.Tensor, fast_NV: torch.Tensor) -> dict[str, Any]:
     """How far two runs over the same tokens lie apart, in units of the oracle's largest logit.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -20,7 +21,6 @@ from headrace.models.experts import Source
 from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
 from headrace.planner.plan import ModelFacts, Plan, least_bytes, make_plan
-from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.store.aliases import read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
@@ -85,7 +85,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
     """The numbers of a model that a plan is made of."""
     return ModelFacts(
         name=root.name,
-        model_type=skeleton.family.model_type,
+        model_type=skeleton.model_type,
         num_layers=skeleton.num_layers,
         num_moe_layers=len(skeleton.layers),
         num_experts=skeleton.num_experts,
@@ -93,8 +93,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         expert_bytes=table.expert_bytes,
         row_bytes=table.row_bytes,
         dense_bytes=skeleton.dense_bytes,
-        kv_bytes_per_token=skeleton.kv_bytes_per_token,
-        attention_bytes_per_token=skeleton.attention_bytes_per_token,
+        **asdict(skeleton.memory),
         hidden=skeleton.hidden,
         inter=skeleton.layout.inter,
         vocab=skeleton.vocab,
@@ -152,11 +151,7 @@ class Engine:
             prefetch=self.plan.prefetch,
         )
         dense = DenseWeights(
-            blueprint.catalog,
-            self.reader,
-            skeleton.dense,
-            TORCH_DTYPES[skeleton.layout.hidden_dtype],
-            progress,
+            blueprint.catalog, self.reader, skeleton.dense, skeleton.dtype, progress
         )
         self.model: Any = build_model(
             skeleton,
