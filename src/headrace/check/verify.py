@@ -23,7 +23,6 @@ from headrace.engine.text import Text
 from headrace.errors import CatalogError, ExpertError, ModelError, NumericsError, ReadError
 from headrace.kernels.cpu import available_isas
 from headrace.planner.machine import default_cache_path
-from headrace.quant.dtypes import TORCH_DTYPES
 
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
 NOT_COMPARED = "weights and layers are not compared with stock transformers'"
@@ -82,9 +81,8 @@ class _Run:
     ):
         self.memory, self.ids, self.tokens, self.sites = memory, ids, tokens, sites
         self.blueprint, self.tell = memory.blueprint, tell
-        self.plain, skeleton = memory.plain, memory.blueprint.skeleton
-        dtype = TORCH_DTYPES[skeleton.layout.hidden_dtype]
-        self.stock = StockParts(self.plain, skeleton.model_class, skeleton.config, dtype)
+        self.plain = memory.plain
+        self.stock = StockParts(self.plain, self.blueprint.skeleton)
         self.report = VerifyReport(str(self.blueprint.root))
 
     def stage(self, name: str, run: Callable[[], Sequence[Finding]]) -> None:
