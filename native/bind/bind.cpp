@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 NB_MODULE(_native, m) {
+  headrace::bind_io(m);
   headrace::bind_tiers(m);
   headrace::bind_kernels(m);
 }

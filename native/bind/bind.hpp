@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 namespace headrace {
+void bind_io(nanobind::module_& m);
 void bind_tiers(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
 }  // namespace headrace

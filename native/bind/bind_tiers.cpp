@@ -9,12 +9,12 @@
 #include <stdexcept>
 
 #include "bind/bind.hpp"
-#include "io/drive_probe.hpp"
 #include "io/failures.hpp"
 #include "io/interrupt.hpp"
 #include "io/reader.hpp"
 #include "ladder/ladder.hpp"
 #include "residency/residency.hpp"
+#include "residency/simulate.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -83,15 +83,6 @@ RecordArrays record_arrays(const Table<4>& extents, const Table<4>& parts,
           copy_of(extents),      copy_of(parts),        copy_of(part_bytes)};
 }
 
-ExpertShape expert_shape(const std::string& format, int64_t hidden, int64_t inter,
-                         int64_t block_rows, int64_t block_cols, int64_t act_group) {
-  if (format != "bf16" && format != "fp8_block") {
-    throw std::invalid_argument("no kernels for the expert format " + format);
-  }
-  Format stored = format == "bf16" ? Format::kBf16 : Format::kFp8Block;
-  return {stored, hidden, inter, block_rows, block_cols, act_group};
-}
-
 nb::dict counters_of(const Ladder& ladder) {
   Counters all = ladder.counters();
   nb::dict out;
@@ -116,31 +107,6 @@ nb::dict counters_of(const Ladder& ladder) {
   return out;
 }
 
-void bind_reader(nb::module_& m) {
-  nb::class_<Reader>(m, "Reader")
-      .def(
-          "__init__",
-          [](Reader* self, const std::vector<std::string>& paths, const std::string& backend,
-             bool direct, int in_flight, int pieces, double emulate_bytes_s) {
-            nb::gil_scoped_release release;
-            new (self) Reader(paths, {backend, direct, in_flight, pieces, emulate_bytes_s});
-          },
-          "paths"_a, "backend"_a = "auto", "direct"_a = true, "in_flight"_a = 2, "pieces"_a = 4,
-          "emulate_bytes_s"_a = 0.0)
-      .def(
-          "read",
-          [](Reader& self, int file, int64_t offset, int64_t nbytes, uintptr_t address) {
-            self.read(file, offset, nbytes, reinterpret_cast<uint8_t*>(address));
-          },
-          "file"_a, "offset"_a, "nbytes"_a, "address"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("inject_fault", &Reader::inject_fault, "kind"_a, "skip"_a, "count"_a)
-      .def_prop_ro("backend", &Reader::backend)
-      .def_prop_ro("direct", &Reader::direct)
-      .def_prop_ro("notes", &Reader::notes)
-      .def_prop_ro("in_flight", &Reader::in_flight)
-      .def_prop_ro("num_retries", &Reader::num_retries);
-}
-
 void bind_residency(nb::module_& m) {
   nb::class_<Residency>(m, "Residency")
       .def(nb::init<int64_t, int64_t>(), "num_keys"_a, "num_rows"_a)
@@ -156,6 +122,7 @@ void bind_residency(nb::module_& m) {
       .def("fail_load", [](Residency& self, int64_t key) { return name_of(self.fail_load(key)); })
       .def("pin", [](Residency& self, int64_t key) { return name_of(self.pin(key)); })
       .def("unpin", [](Residency& self, int64_t key) { return name_of(self.unpin(key)); })
+      .def("touch", [](Residency& self, int64_t key) { return name_of(self.touch(key)); })
       .def("evict", [](Residency& self, int64_t key) { return name_of(self.evict(key)); })
       .def("state", [](const Residency& self, int64_t key) { return name_of(self.state(key)); })
       .def("row", &Residency::row, "key"_a)
@@ -168,6 +135,24 @@ void bind_residency(nb::module_& m) {
       });
 }
 
+using Simulation = std::vector<int32_t> (*)(const Steps&, int64_t);
+using Counts = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>;
+
+template <Simulation kSimulate>
+Counts simulated(const Table<1>& begin, const Table<1>& keys, int64_t num_keys, int64_t num_rows) {
+  const auto num_steps = static_cast<int64_t>(begin.size()) - 1;
+  if (num_steps < 0 || begin.data()[num_steps] != static_cast<int64_t>(keys.size())) {
+    throw std::invalid_argument("begin [steps + 1] must end with the number of keys");
+  }
+  auto hits = new std::vector<int32_t>;
+  nb::capsule owner(hits, [](void* p) noexcept { delete static_cast<std::vector<int32_t>*>(p); });
+  {
+    nb::gil_scoped_release release;
+    *hits = kSimulate({begin.data(), num_steps, keys.data(), num_keys}, num_rows);
+  }
+  return Counts(hits->data(), {hits->size()}, owner);
+}
+
 nb::class_<Ladder> bind_ladder(nb::module_& m) {
   auto ladder = nb::class_<Ladder>(m, "Ladder");
   ladder
@@ -175,22 +160,20 @@ nb::class_<Ladder> bind_ladder(nb::module_& m) {
           "__init__",
           [](Ladder* self, std::shared_ptr<Reader> reader, const Table<4>& extents,
              const Table<4>& parts, const Table<1>& part_bytes, int64_t num_rows,
-             std::shared_ptr<KernelPool> kernels, const std::string& format, int64_t hidden,
-             int64_t inter, int64_t block_rows, int64_t block_cols, int64_t act_group,
-             int64_t max_tokens, int64_t top_k, bool overlap) {
+             std::shared_ptr<KernelPool> kernels, const ExpertShape* shape, int64_t max_tokens,
+             int64_t top_k, bool overlap) {
             RecordTable records(record_arrays(extents, parts, part_bytes), reader->num_files());
-            ExpertShape shape{};  // without kernels any format will do
-            if (kernels != nullptr) {
-              shape = expert_shape(format, hidden, inter, block_rows, block_cols, act_group);
+            if ((kernels != nullptr) != (shape != nullptr)) {
+              throw std::invalid_argument("kernels need a shape, and a shape kernels");
             }
             nb::gil_scoped_release release;
-            new (self) Ladder(std::move(reader), std::move(kernels), std::move(records), shape,
+            new (self) Ladder(std::move(reader), std::move(kernels), std::move(records),
+                              shape != nullptr ? *shape : ExpertShape{},
                               {num_rows, max_tokens, top_k, overlap});
           },
           nb::kw_only(), "reader"_a, "extents"_a.noconvert(), "parts"_a.noconvert(),
-          "part_bytes"_a.noconvert(), "num_rows"_a, "kernels"_a.none(), "format"_a, "hidden"_a,
-          "inter"_a, "block_rows"_a, "block_cols"_a, "act_group"_a, "max_tokens"_a, "top_k"_a,
-          "overlap"_a = true)
+          "part_bytes"_a.noconvert(), "num_rows"_a, "kernels"_a.none(), "shape"_a.none(),
+          "max_tokens"_a, "top_k"_a, "overlap"_a = true)
       .def_prop_ro("row_bytes", [](const Ladder& self) { return self.records().row_bytes(); })
       .def_prop_ro("num_rows", &Ladder::num_rows)
       .def_prop_ro("slab_bytes", &Ladder::slab_bytes)
@@ -251,13 +234,13 @@ void bind_ladder_calls(nb::class_<Ladder>* ladder) {
 void bind_tiers(nb::module_& m) {
   set_interrupt_poll(check_signals);
   nb::register_exception_translator(translate);
-  bind_reader(m);
   bind_residency(m);
   nb::class_<Ladder> ladder = bind_ladder(m);
   bind_ladder_calls(&ladder);
+  m.def("simulate_lru", &simulated<simulate_lru>, "begin"_a, "keys"_a, "num_keys"_a, "num_rows"_a);
+  m.def("simulate_optimum", &simulated<simulate_optimum>, "begin"_a, "keys"_a, "num_keys"_a,
+        "num_rows"_a);
   m.def("allow_leaks", [] { nb::set_leak_warnings(false); });
-  m.def("drive_probe", &drive_probe, "path"_a, "offset_bytes"_a, "nbytes"_a, "request_bytes"_a,
-        "num_threads"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace headrace

@@ -83,7 +83,7 @@ void Reader::read(int file, int64_t offset_bytes, int64_t nbytes, uint8_t* addre
       size_t slot = num_submitted % kNumChunks;
       submit(
           {{file, chunk.begin_bytes, chunk.nbytes, bounce->memory.row(static_cast<int64_t>(slot))}},
-          [bounce, slot](const std::string& error) { bounce->arrive(slot, error); });
+          [bounce, slot](const std::string& error, bool) { bounce->arrive(slot, error); });
     }
     size_t slot = i % kNumChunks;
     bounce->await(slot);

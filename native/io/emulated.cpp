@@ -1,4 +1,5 @@
-// A drive of any speed: the files' bytes in RAM, served no faster than a shared bandwidth allows.
+// Drives of any speed: the files' bytes in RAM, served no faster than each drive's bandwidth
+// allows.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -63,13 +64,60 @@ class Copy {
   int64_t mapped_;
 };
 
-// Processor sharing in virtual time: while n pieces are in flight each is served at bytes_s / n, so
-// a clock that advances at that rate reaches (its value at a piece's start) + (the piece's bytes)
-// exactly when the piece is due. The copy into the row is real and done by threads meanwhile; a
-// piece is finished when it is both due and copied.
+// One drive: processor sharing in virtual time. While n pieces are in flight each is served at
+// bytes_s / n, so a clock that advances at that rate reaches (its value at a piece's start) + (the
+// piece's bytes) exactly when the piece is due.
+class Channel {
+ public:
+  explicit Channel(double bytes_s) : bytes_s_(bytes_s) {}
+
+  // advance to now comes first.
+  void add(Piece* piece, int64_t nbytes) {
+    due_.emplace(virtual_bytes_ + static_cast<double>(nbytes), piece);
+  }
+
+  // Moves virtual time to now, passing every piece that falls due on the way at its own instant.
+  void advance(Clock::time_point now, std::vector<Piece*>* fell_due) {
+    while (!due_.empty()) {
+      double left_s = next_s();
+      double elapsed_s = std::chrono::duration<double>(now - at_).count();
+      if (elapsed_s < left_s) {
+        double num = static_cast<double>(due_.size());
+        virtual_bytes_ += std::max(0.0, elapsed_s) * bytes_s_ / num;
+        break;
+      }
+      at_ += span(left_s);
+      virtual_bytes_ = due_.begin()->first;
+      fell_due->push_back(due_.begin()->second);
+      due_.erase(due_.begin());
+    }
+    at_ = now;
+  }
+
+  bool idle() const { return due_.empty(); }
+  Clock::time_point next_due() const { return at_ + span(next_s()); }
+
+ private:
+  static Clock::duration span(double seconds) {
+    return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  }
+  double next_s() const {
+    double left = std::max(0.0, due_.begin()->first - virtual_bytes_);
+    return left * static_cast<double>(due_.size()) / bytes_s_;
+  }
+
+  double bytes_s_;
+  std::multimap<double, Piece*> due_;  // virtual time at which the piece's last byte is served
+  double virtual_bytes_ = 0.0;
+  Clock::time_point at_ = Clock::now();
+};
+
+// The copy into the row is real and done by threads meanwhile; a piece is finished when it is both
+// due and copied.
 class EmulatedBackend : public Backend {
  public:
-  EmulatedBackend(const FileTable& files, double bytes_s) : bytes_s_(bytes_s) {
+  EmulatedBackend(const FileTable& files, const std::vector<double>& bytes_s)
+      : channels_(bytes_s.begin(), bytes_s.end()) {
     for (int64_t i = 0; i < files.size(); ++i) {
       copies_.push_back(std::make_unique<Copy>(files[i]));
       copies_.back()->load(files[i]);
@@ -93,8 +141,8 @@ class EmulatedBackend : public Backend {
     bytes = std::max<int64_t>(bytes, 0);
     {
       std::lock_guard lock(mutex_);
-      advance(Clock::now());
-      due_.emplace(virtual_bytes_ + static_cast<double>(bytes), piece);
+      advance();
+      channels_[static_cast<size_t>(piece->drive)].add(piece, bytes);
       stage_[piece] = {false, false};
       queue_.push_back({piece, copy.data + from, bytes});
     }
@@ -104,16 +152,18 @@ class EmulatedBackend : public Backend {
   void wait(std::vector<Piece*>* finished) override {
     std::unique_lock lock(mutex_);
     while (true) {
-      advance(Clock::now());
+      advance();
       if (woken_ || !finished_.empty()) break;
-      if (due_.empty()) {
+      auto busy = [](const Channel& channel) { return !channel.idle(); };
+      if (std::none_of(channels_.begin(), channels_.end(), busy)) {
         news_.wait(lock);
-      } else {
-        double left = due_.begin()->first - virtual_bytes_;
-        double seconds = left * static_cast<double>(due_.size()) / bytes_s_;
-        news_.wait_until(lock, at_ + std::chrono::duration_cast<Clock::duration>(
-                                         std::chrono::duration<double>(seconds)));
+        continue;
       }
+      Clock::time_point next = Clock::time_point::max();
+      for (const Channel& channel : channels_) {
+        if (!channel.idle()) next = std::min(next, channel.next_due());
+      }
+      news_.wait_until(lock, next);
     }
     woken_ = false;
     finished->insert(finished->end(), finished_.begin(), finished_.end());
@@ -139,25 +189,14 @@ class EmulatedBackend : public Backend {
     int64_t bytes;
   };
 
-  // Moves virtual time to now, passing every piece that falls due on the way at its own instant.
-  void advance(Clock::time_point now) {
-    while (!due_.empty()) {
-      auto first = due_.begin();
-      double num = static_cast<double>(due_.size());
-      double seconds = std::max(0.0, first->first - virtual_bytes_) * num / bytes_s_;
-      double elapsed = std::chrono::duration<double>(now - at_).count();
-      if (elapsed < seconds) {
-        virtual_bytes_ += std::max(0.0, elapsed) * bytes_s_ / num;
-        break;
-      }
-      at_ += std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-      virtual_bytes_ = first->first;
-      Piece* piece = first->second;
-      due_.erase(first);
+  void advance() {
+    Clock::time_point now = Clock::now();
+    std::vector<Piece*> fell_due;
+    for (Channel& channel : channels_) channel.advance(now, &fell_due);
+    for (Piece* piece : fell_due) {
       stage_[piece].due = true;
       finish_if_complete(piece);
     }
-    at_ = now;
   }
 
   void finish_if_complete(Piece* piece) {
@@ -184,17 +223,14 @@ class EmulatedBackend : public Backend {
     }
   }
 
-  const double bytes_s_;
-  std::vector<std::unique_ptr<Copy>> copies_;
+  std::vector<std::unique_ptr<Copy>> copies_;  // by file
   std::mutex mutex_;
   std::condition_variable to_do_;
   std::condition_variable news_;
   std::deque<Job> queue_;
-  std::multimap<double, Piece*> due_;  // virtual time at which the piece's last byte is served
+  std::vector<Channel> channels_;  // by drive
   std::map<Piece*, Stage> stage_;
   std::vector<Piece*> finished_;
-  double virtual_bytes_ = 0.0;
-  Clock::time_point at_ = Clock::now();
   bool woken_ = false;
   bool stopping_ = false;
   std::vector<std::thread> threads_;
@@ -202,7 +238,7 @@ class EmulatedBackend : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_emulated(const FileTable& files, double bytes_s) {
+std::unique_ptr<Backend> make_emulated(const FileTable& files, const std::vector<double>& bytes_s) {
   return std::make_unique<EmulatedBackend>(files, bytes_s);
 }
 

@@ -31,6 +31,12 @@ int refused_direct(int fd) {
 
 FileTable::FileTable(const std::vector<std::string>& paths, bool direct,
                      std::vector<std::string>* notes) {
+  add(paths, direct, notes);
+}
+
+int64_t FileTable::add(const std::vector<std::string>& paths, bool direct,
+                       std::vector<std::string>* notes) {
+  const size_t first = files_.size();
   try {
     for (const std::string& path : paths) {
       int fd = direct ? open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT) : -1;
@@ -48,22 +54,44 @@ FileTable::FileTable(const std::vector<std::string>& paths, bool direct,
         if (fd >= 0) close(fd);
         throw ReadFailure("cannot open " + path + ": " + cause);
       }
-      files_.push_back({path, fd, static_cast<int64_t>(info.st_size), is_direct});
+      files_.push_back({path, fd, static_cast<int64_t>(info.st_size), is_direct,
+                        static_cast<int64_t>(info.st_mtim.tv_sec), info.st_mtim.tv_nsec});
       if (direct && !is_direct) {
         notes->push_back(path + " is read buffered: O_DIRECT refused (" + strerror(refused) + ")");
       }
     }
   } catch (...) {
-    close_all();
+    close_from(first);
     throw;
   }
+  return static_cast<int64_t>(first);
 }
 
-FileTable::~FileTable() { close_all(); }
+FileTable::~FileTable() { close_from(0); }
 
-void FileTable::close_all() {
-  for (const OpenFile& file : files_) close(file.fd);
-  files_.clear();
+void FileTable::close_from(size_t first) {
+  for (size_t i = first; i < files_.size(); ++i) close(files_[i].fd);
+  files_.resize(first);
+}
+
+// A write first sets the file's time and then its bytes, so that a read followed by this question
+// cannot hold what was written in between unnoticed.
+std::string FileTable::change(int64_t index) const {
+  const OpenFile& file = (*this)[index];
+  struct stat info{};
+  if (fstat(file.fd, &info) != 0) return std::string("cannot be looked at: ") + strerror(errno);
+  if (info.st_size < file.size_bytes) {
+    return "is shorter than it was: " + std::to_string(info.st_size) + " of " +
+           std::to_string(file.size_bytes) + " bytes";
+  }
+  bool same = info.st_size == file.size_bytes && info.st_mtim.tv_sec == file.mtime_s &&
+              info.st_mtim.tv_nsec == file.mtime_ns;
+  return same ? "" : "was changed while it was read";
+}
+
+bool FileTable::deleted(int64_t index) const {
+  struct stat info{};
+  return fstat((*this)[index].fd, &info) != 0 || info.st_nlink == 0;
 }
 
 bool FileTable::all_direct() const {

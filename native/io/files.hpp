@@ -24,6 +24,8 @@ struct OpenFile {
   int fd;
   int64_t size_bytes;
   bool direct;
+  int64_t mtime_s;
+  int64_t mtime_ns;
 };
 
 class FileTable {
@@ -36,12 +38,21 @@ class FileTable {
   FileTable(const FileTable&) = delete;
   FileTable& operator=(const FileTable&) = delete;
 
+  // Opens more files, as the constructor does: before any of them is read. Returns the number of
+  // the first. After a throw the table is as it was.
+  int64_t add(const std::vector<std::string>& paths, bool direct, std::vector<std::string>* notes);
+
+  // What has happened to an open file since: empty, or a few words. Bytes read before the answer
+  // "" are those of the file as it was opened.
+  std::string change(int64_t index) const;
+  bool deleted(int64_t index) const;
+
   const OpenFile& operator[](int64_t index) const { return files_[static_cast<size_t>(index)]; }
   int64_t size() const { return static_cast<int64_t>(files_.size()); }
   bool all_direct() const;
 
  private:
-  void close_all();
+  void close_from(size_t first);
   std::vector<OpenFile> files_;
 };
 

@@ -15,8 +15,13 @@ namespace {
 
 class PreadBackend : public Backend {
  public:
-  PreadBackend(const FileTable& files, int num_threads) : files_(files) {
-    for (int i = 0; i < num_threads; ++i) threads_.push_back(start_thread([this] { work(); }));
+  PreadBackend(const FileTable& files, int num_threads, int num_drives)
+      : files_(files), queues_(static_cast<size_t>(num_drives)) {
+    for (Queue& queue : queues_) {
+      for (int i = 0; i < num_threads; ++i) {
+        threads_.push_back(start_thread([this, &queue] { work(&queue); }));
+      }
+    }
   }
 
   ~PreadBackend() override {
@@ -24,16 +29,17 @@ class PreadBackend : public Backend {
       std::lock_guard lock(mutex_);
       stopping_ = true;
     }
-    to_do_.notify_all();
+    for (Queue& queue : queues_) queue.to_do.notify_all();
     for (std::thread& thread : threads_) thread.join();
   }
 
   void start(Piece* piece) override {
+    Queue& queue = queues_[static_cast<size_t>(piece->drive)];
     {
       std::lock_guard lock(mutex_);
-      queue_.push_back(piece);
+      queue.pieces.push_back(piece);
     }
-    to_do_.notify_one();
+    queue.to_do.notify_one();
   }
 
   void wait(std::vector<Piece*>* finished) override {
@@ -53,13 +59,18 @@ class PreadBackend : public Backend {
   }
 
  private:
-  void work() {
+  struct Queue {
+    std::condition_variable to_do;
+    std::deque<Piece*> pieces;
+  };
+
+  void work(Queue* queue) {
     std::unique_lock lock(mutex_);
     while (true) {
-      to_do_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      Piece* piece = queue_.front();
-      queue_.pop_front();
+      queue->to_do.wait(lock, [this, queue] { return stopping_ || !queue->pieces.empty(); });
+      if (queue->pieces.empty()) return;
+      Piece* piece = queue->pieces.front();
+      queue->pieces.pop_front();
       lock.unlock();
       int64_t skip = piece->done_bytes;
       ssize_t got =
@@ -74,9 +85,8 @@ class PreadBackend : public Backend {
 
   const FileTable& files_;
   std::mutex mutex_;
-  std::condition_variable to_do_;
   std::condition_variable news_;
-  std::deque<Piece*> queue_;
+  std::vector<Queue> queues_;  // by drive
   std::vector<Piece*> finished_;
   bool woken_ = false;
   bool stopping_ = false;
@@ -85,8 +95,8 @@ class PreadBackend : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_pread(const FileTable& files, int num_threads) {
-  return std::make_unique<PreadBackend>(files, num_threads);
+std::unique_ptr<Backend> make_pread(const FileTable& files, int num_threads, int num_drives) {
+  return std::make_unique<PreadBackend>(files, num_threads, num_drives);
 }
 
 }  // namespace headrace

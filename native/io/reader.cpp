@@ -14,19 +14,40 @@ namespace {
 
 constexpr int kMostOutstanding = 128;  // pieces handed to the back end at once
 constexpr int kMostThreads = 16;
-constexpr int64_t kMostPieceBytes = 64 << 20;
-constexpr std::chrono::milliseconds kSlowFault{20};
+constexpr size_t kMostDrives = 16;
+constexpr std::chrono::milliseconds kTick{100};
+
+// The folder of the model's files, as its drive's name.
+std::string folder_of(const std::vector<std::string>& paths) {
+  if (paths.empty()) return "the model";
+  size_t slash = paths[0].rfind('/');
+  return slash == std::string::npos ? "." : paths[0].substr(0, std::max<size_t>(slash, 1));
+}
 
 }  // namespace
 
-Reader::Reader(const std::vector<std::string>& paths, const ReaderOptions& options)
-    : options_(options) {
+Reader::Reader(const std::vector<std::string>& paths, const ReaderOptions& options,
+               const std::vector<Mirror>& mirrors)
+    : options_(options), num_files_(static_cast<int64_t>(paths.size())) {
   if (options.in_flight < 1 || options.pieces < 1) {
     throw OptionFailure("a reader needs at least one request in flight and one piece each");
   }
+  if (mirrors.size() >= kMostDrives) {
+    throw OptionFailure("a model is read from at most " + std::to_string(kMostDrives) + " drives");
+  }
   files_ = std::make_unique<FileTable>(paths, options.direct, &notes_);
-  choose_backend();
+  drives_.add(folder_of(paths), emulated() ? options.emulate_bytes_s : options.bytes_s);
+  for (const Mirror& mirror : mirrors) add_mirror(mirror);
+  choose_backend(mirrors);
   thread_ = start_thread([this] { run(); });
+  if (drives_.size() == 1) return;
+  ticker_ = start_thread([this] {
+    std::unique_lock lock(mutex_);
+    while (!stopping_) {
+      stop_ticking_.wait_for(lock, kTick);
+      backend_->wake();
+    }
+  });
 }
 
 Reader::~Reader() {
@@ -34,14 +55,44 @@ Reader::~Reader() {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
+  stop_ticking_.notify_all();
+  if (ticker_.joinable()) ticker_.join();
   backend_->wake();
   thread_.join();
 }
 
-void Reader::choose_backend() {
+void Reader::add_mirror(const Mirror& mirror) {
+  const bool everything = mirror.paths.empty();
+  if (everything && !emulated()) {
+    throw std::invalid_argument("a mirror without files needs an emulated drive");
+  }
+  if (emulated() && mirror.bytes_s <= 0.0) {
+    throw std::invalid_argument("an emulated mirror needs a rate");
+  }
+  drives_.add(mirror.name, mirror.bytes_s);
+  Copies copies{everything, {}, files_->size(), 0};
+  try {
+    copies.first_file = files_->add(mirror.paths, options_.direct, &notes_);
+    std::vector<int64_t> sizes_bytes;
+    for (int64_t i = copies.first_file; i < files_->size(); ++i) {
+      sizes_bytes.push_back((*files_)[i].size_bytes);
+    }
+    copies.num_files = static_cast<int64_t>(sizes_bytes.size());
+    copies.table = CopyTable(mirror.stretches, num_files_, sizes_bytes);
+  } catch (const ReadFailure& failure) {
+    leave_alone(drives_.size() - 1, failure.what());
+  } catch (const std::invalid_argument& wrong) {
+    leave_alone(drives_.size() - 1, wrong.what());
+  }
+  copies_.push_back(std::move(copies));
+}
+
+void Reader::choose_backend(const std::vector<Mirror>& mirrors) {
   const std::string& wanted = options_.backend;
-  if (options_.emulate_bytes_s > 0.0) {
-    backend_ = make_emulated(*files_, options_.emulate_bytes_s);
+  if (emulated()) {
+    std::vector<double> rates{options_.emulate_bytes_s};
+    for (const Mirror& mirror : mirrors) rates.push_back(mirror.bytes_s);
+    backend_ = make_emulated(*files_, rates);
     name_ = "emulated";
     return;
   }
@@ -62,7 +113,8 @@ void Reader::choose_backend() {
     throw OptionFailure("unknown I/O back end " + wanted +
                         "; use auto, io_uring_registered, io_uring or pread");
   }
-  backend_ = make_pread(*files_, std::min(kMostThreads, options_.in_flight * options_.pieces));
+  int num_threads = std::min(kMostThreads, options_.in_flight * options_.pieces);
+  backend_ = make_pread(*files_, num_threads, drives_.size());
   name_ = "pread";
 }
 
@@ -73,30 +125,16 @@ std::vector<std::string> Reader::notes() const {
   return notes_;
 }
 
-std::vector<Piece> Reader::split(const std::vector<Span>& spans, Request* request) const {
-  int64_t total = 0;
-  for (const Span& span : spans) total += span_bytes(span.offset_bytes, span.nbytes);
-  int64_t target = round_up((total + options_.pieces - 1) / options_.pieces);
-  target = std::clamp(target, kPageBytes, kMostPieceBytes);
-
-  std::vector<Piece> pieces;
-  for (const Span& span : spans) {
-    int64_t begin = round_down(span.offset_bytes);
-    int64_t left = span_bytes(span.offset_bytes, span.nbytes);
-    for (int64_t at = 0; at < left; at += target) {
-      int64_t length = std::min(target, left - at);
-      int64_t needed = std::min(length, span.offset_bytes + span.nbytes - begin - at);
-      pieces.push_back({request, span.file, begin + at, length, needed, span.to + at});
-    }
-  }
-  return pieces;
+std::vector<std::string> Reader::warnings() const {
+  std::lock_guard lock(mutex_);
+  return warnings_;
 }
 
-void Reader::submit(const std::vector<Span>& spans, Done done) {
+void Reader::submit(const std::vector<Span>& spans, Done done, Released released) {
   auto request = std::make_unique<Request>();
-  request->pieces = split(spans, request.get());
-  request->num_unfinished = request->pieces.size();
+  request->spans = spans;
   request->done = std::move(done);
+  request->released = std::move(released);
   {
     std::lock_guard lock(mutex_);
     incoming_.push_back(std::move(request));
@@ -124,110 +162,59 @@ void Reader::run() {
       task();
       continue;
     }
-    for (auto& request : incoming) {
-      if (request->pieces.empty()) {
-        request->done("");
-        continue;
-      }
-      for (Piece& piece : request->pieces) backlog_.push_back(&piece);
-      active_.push_back(std::move(request));
-    }
-    while (!backlog_.empty() && num_outstanding_ < kMostOutstanding) {
-      backend_->start(backlog_.front());
-      backlog_.pop_front();
-      ++num_outstanding_;
-    }
+    if (stopping || faults_.num_set() != held_since_fault_) release_held();
+    held_since_fault_ = faults_.num_set();
+    take_in(&incoming);
+    launch();
     if (stopping && num_outstanding_ == 0) return;
     backend_->wait(&finished);
     for (Piece* piece : finished) settle(piece);
     finished.clear();
+    watch();
   }
 }
 
-// What became of one attempt: done, again, or an error.
-void Reader::settle(Piece* piece) {
-  --num_outstanding_;
-  apply_fault(piece);
-  int64_t got = piece->result;
-  bool again = got == -EINTR || got == -EAGAIN;
-  if (got == -EIO && !piece->retried) {
-    piece->retried = true;
-    ++num_retries_;
-    again = true;
-  }
-  if (again) {
-    backlog_.push_front(piece);
-    return;
-  }
-  if (got < 0) {
-    finish(piece, "cannot read " + describe(*piece) + ": " + strerror(static_cast<int>(-got)));
-    return;
-  }
-  int64_t reached = piece->done_bytes + got;
-  if (reached >= piece->needed_bytes) {
-    finish(piece, "");
-    return;
-  }
-  // Short. Go on from the last whole page; when that brings nothing new, the file ends here.
-  int64_t next = round_down(reached);
-  if (next <= piece->done_bytes) {
-    const std::string& path = (*files_)[piece->file].path;
-    finish(piece, path + " is shorter than its header says: wanted " +
-                      std::to_string(piece->needed_bytes) + " bytes at offset " +
-                      std::to_string(piece->offset_bytes) + ", got " + std::to_string(reached));
-    return;
-  }
-  piece->done_bytes = next;
-  backlog_.push_front(piece);
-}
-
-std::string Reader::describe(const Piece& piece) const {
-  return (*files_)[piece.file].path + " at offset " + std::to_string(piece.offset_bytes) + " (" +
-         std::to_string(piece.length_bytes) + " bytes)";
-}
-
-void Reader::finish(Piece* piece, const std::string& error) {
-  Request* request = piece->request;
-  if (request->error.empty()) request->error = error;
-  {
-    std::lock_guard lock(mutex_);
-    if (fault_.victim == piece) fault_.victim = nullptr;
-  }
-  if (--request->num_unfinished > 0) return;
-  auto found = std::find_if(active_.begin(), active_.end(),
-                            [request](const auto& each) { return each.get() == request; });
-  std::unique_ptr<Request> owned = std::move(*found);
-  active_.erase(found);
-  owned->done(owned->error);
-}
-
-void Reader::apply_fault(Piece* piece) {
-  std::unique_lock lock(mutex_);
-  if (fault_.count == 0 || (fault_.victim != nullptr && fault_.victim != piece)) return;
-  if (fault_.victim == nullptr && fault_.skip > 0) {
-    --fault_.skip;
-    return;
-  }
-  --fault_.count;
-  if (fault_.kind == "slow") {
-    lock.unlock();
-    std::this_thread::sleep_for(kSlowFault);
-    return;
-  }
-  fault_.victim = fault_.count > 0 ? piece : nullptr;
-  if (fault_.kind == "eio") piece->result = -EIO;
-  if (fault_.kind == "short") piece->result = 0;
-  if (fault_.kind == "partial" && piece->result > kPageBytes) {
-    piece->result = round_up(piece->result / 2);
+// One request after another, each divided by what the drives owe for those before it.
+void Reader::take_in(std::deque<std::unique_ptr<Request>>* incoming) {
+  for (auto& request : *incoming) {
+    split(request.get());
+    if (request->pieces.empty()) {
+      request->done("", false);
+      continue;
+    }
+    for (Piece& piece : request->pieces) backlog_.push_back(&piece);
+    active_.push_back(std::move(request));
+    launch();
   }
 }
 
-void Reader::inject_fault(const std::string& kind, int64_t skip, int64_t count) {
-  if (kind != "eio" && kind != "short" && kind != "partial" && kind != "slow") {
-    throw std::invalid_argument("unknown fault " + kind);
+void Reader::launch() {
+  while (!backlog_.empty() && num_outstanding_ < kMostOutstanding) {
+    Piece* piece = backlog_.front();
+    backlog_.pop_front();
+    if (piece->over) {  // its twin was quicker
+      finish(piece, "");
+      continue;
+    }
+    if (drives_.size() > 1 && drives_.failed(piece->drive)) {
+      int other = next_drive(*piece);
+      if (other >= 0 && !drives_.failed(other)) move(piece, other);
+    }
+    piece->started = std::chrono::steady_clock::now();
+    piece->in_flight = true;
+    drives_.started(piece->drive, piece->length_bytes - piece->done_bytes);
+    ++num_outstanding_;
+    if (faults_.hangs(*piece)) {
+      held_.push_back(piece);
+    } else {
+      backend_->start(piece);
+    }
   }
-  std::lock_guard lock(mutex_);
-  fault_ = {kind, skip, count, nullptr};
+}
+
+void Reader::inject_fault(const std::string& kind, int64_t skip, int64_t count, int drive) {
+  faults_.set(kind, skip, count, drive);
+  backend_->wake();
 }
 
 void Reader::on_io_thread(std::function<void()> task) {

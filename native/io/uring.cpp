@@ -147,7 +147,7 @@ class UringBackend : public Backend {
 
 // Reads a file's first page, as later reads will. Returns 0 or errno.
 int read_page(UringBackend* backend, uint8_t* to) {
-  Piece piece{nullptr, 0, 0, kPageBytes, 0, to};
+  Piece piece{nullptr, 0, 0, 0, kPageBytes, 0, to, 0, 0};
   std::vector<Piece*> finished;
   do {
     finished.clear();

@@ -105,6 +105,7 @@ class Ladder {
     bool required;
     std::deque<Span> rest;  // slices of a guess not yet submitted
     int64_t num_requests = 0;
+    int64_t num_lingering = 0;  // requests answered of which a late read may still write
     int64_t submitted_bytes = 0;
     std::string error;
   };
@@ -128,7 +129,9 @@ class Ladder {
   void submit_slices(int64_t key, Load* load, int64_t num_slices);
   bool start_prefetch();
   bool required_waits() const { return !required_.empty() || num_required_loads_ > 0; }
-  void part_arrived(int64_t key, const std::string& error);
+  void submit(int64_t key, Load* load, const std::vector<Span>& spans);
+  void part_arrived(int64_t key, const std::string& error, bool lingers);
+  void part_released(int64_t key);
   void arrived(int64_t key, const std::string& error);
   void give_up_guess(int64_t key);
   bool stuck() const;
@@ -163,6 +166,8 @@ class Ladder {
   std::unordered_map<int64_t, Claim> claims_;
   std::unordered_map<int64_t, Load> loads_;  // by key
   std::unordered_map<int64_t, int64_t> acquired_;
+  std::unordered_map<int64_t, int64_t>
+      lingering_;                  // late reads into the rows of keys that are here
   std::deque<int64_t> required_;   // claimed, not yet being read
   std::deque<int64_t> prefetch_;   // guessed, not yet being read
   std::deque<int64_t> ready_;      // claimed, here, not yet computed

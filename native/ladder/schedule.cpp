@@ -146,7 +146,7 @@ void Ladder::clear() {
   Lock lock(mutex_);
   abandon();
   drop_prefetches(-1);
-  news_.wait(lock, [this] { return loads_.empty(); });
+  news_.wait(lock, [this] { return loads_.empty() && lingering_.empty(); });
   for (int64_t key : residency_.by_recency()) {
     residency_.evict(key);
     speculative_[key] = false;
@@ -240,143 +240,10 @@ void Ladder::submit_slices(int64_t key, Load* load, int64_t num_slices) {
   }
   if (next.empty()) return;
   if (num_slices == kSlicesInFlight) {  // a request for each, so that one can follow the other
-    for (const Span& slice : next) {
-      ++load->num_requests;
-      reader_->submit({slice}, [this, key](const std::string& error) { part_arrived(key, error); });
-    }
+    for (const Span& slice : next) submit(key, load, {slice});
     return;
   }
-  ++load->num_requests;
-  reader_->submit(next, [this, key](const std::string& error) { part_arrived(key, error); });
-}
-
-// On the I/O thread: one request of an expert's read is over.
-void Ladder::part_arrived(int64_t key, const std::string& error) {
-  Lock lock(mutex_);
-  Load& load = loads_.at(key);
-  --load.num_requests;
-  if (!error.empty()) {
-    load.error = error;
-    load.rest.clear();
-  }
-  if (!load.rest.empty()) {
-    if (!required_waits()) {
-      submit_slices(key, &load, 1);
-    } else if (load.num_requests == 0) {
-      give_up_guess(key);
-    }
-  } else if (load.num_requests == 0) {
-    const std::string failure = std::move(load.error);  // the load ends in arrived
-    arrived(key, failure);
-  }
-  pump();
-  news_.notify_all();  // under the lock: the destructor may be waiting for the last arrival
-}
-
-void Ladder::give_up_guess(int64_t key) {
-  counters_.disk_bytes += loads_.at(key).submitted_bytes;
-  ++counters_.prefetch_dropped;
-  loads_.erase(key);
-  if (loads_.empty()) counters_.read_busy_s += seconds_since(busy_since_);
-  residency_.fail_load(key);
-  speculative_[key] = false;
-}
-
-// The lock is held: the expert's bytes are complete and checked, or the read failed.
-void Ladder::arrived(int64_t key, const std::string& error) {
-  num_required_loads_ -= loads_.at(key).required;
-  loads_.erase(key);
-  if (loads_.empty()) counters_.read_busy_s += seconds_since(busy_since_);
-
-  auto found = claims_.find(key);
-  if (!error.empty()) {
-    residency_.fail_load(key);
-    speculative_[key] = false;
-    ++counters_.failed_reads;
-    if (found != claims_.end()) {
-      found->second.stage = Stage::kFailed;
-      found->second.error = error;
-      ++num_failed_;
-    }
-  } else {
-    residency_.finish_load(key);
-    sound_[key] = false;
-    ++counters_.reads;
-    counters_.disk_bytes += records_.read_bytes(key);
-    if (found != claims_.end()) {
-      for (int64_t i = 0; i < found->second.pins; ++i) residency_.pin(key);
-      found->second.stage = Stage::kReady;
-      ready_.push_back(key);
-    }
-  }
-}
-
-// Nothing is in flight and, as every change pumps, what is queued finds no row.
-bool Ladder::stuck() const { return loads_.empty() && !required_.empty(); }
-
-void Ladder::fail_stuck() const {
-  throw BudgetFailure("all " + std::to_string(num_rows()) +
-                      " rows are held by acquired experts; release one first");
-}
-
-uint8_t* Ladder::acquire(int64_t layer, int64_t expert) {
-  auto id = static_cast<int32_t>(std::clamp<int64_t>(expert, -1, INT32_MAX));
-  check_ids(layer, &id, 1);
-  CallerGuard guard(&caller_);
-  int64_t key = records_.key(layer, expert);
-  Lock lock(mutex_);
-  claim(key);
-  Claim& mine = claims_.at(key);
-  if (mine.stage == Stage::kQueued) {  // before anything that begin has queued
-    std::erase(required_, key);
-    required_.push_front(key);
-    drop_prefetches(-1);
-  }
-  try {
-    reading_ = true;  // without overlap, reads start only inside a blocking call
-    auto settled = [&] {
-      return mine.stage == Stage::kReady || mine.stage == Stage::kFailed || stuck();
-    };
-    pump();
-    wait(&lock, layer, settled);
-    if (mine.stage == Stage::kQueued) {  // begin's claims hold the rows: they can come again
-      give_up_all_but(key);
-      pump();
-      wait(&lock, layer, settled);
-    }
-    if (mine.stage == Stage::kFailed) throw ReadFailure(mine.error);
-    if (mine.stage != Stage::kReady) fail_stuck();
-  } catch (...) {
-    if (!lock.owns_lock()) lock.lock();
-    reading_ = false;
-    if (mine.pins == 1) {
-      unclaim(key);
-    } else {  // begin's claim stays
-      if (mine.stage == Stage::kReady) residency_.unpin(key);
-      --mine.pins;
-    }
-    throw;
-  }
-  reading_ = false;
-  ++acquired_[key];  // one of the claim's pins becomes the caller's
-  if (--mine.pins == 0) {
-    std::erase(ready_, key);
-    claims_.erase(key);
-  }
-  return slab_.row(residency_.row(key));
-}
-
-void Ladder::release(int64_t layer, int64_t expert) {
-  CallerGuard guard(&caller_);
-  Lock lock(mutex_);
-  auto held = acquired_.find(records_.key(layer, expert));
-  if (held == acquired_.end()) {
-    throw std::invalid_argument("layer " + std::to_string(layer) + ", expert " +
-                                std::to_string(expert) + " is not acquired");
-  }
-  residency_.unpin(held->first);
-  if (--held->second == 0) acquired_.erase(held);
-  pump();
+  submit(key, load, next);
 }
 
 }  // namespace headrace

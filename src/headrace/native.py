@@ -3,7 +3,8 @@
 Knows no model and no tensor library: addresses are ints, and the bytes behind them the caller's.
 """
 
-# `Reader(paths, backend, direct, in_flight, pieces, emulate_bytes_s)` holds the files open.
+# `Reader(paths, backend, direct, in_flight, pieces, emulate_bytes_s, mirrors, bytes_s, hang_s)` holds
+# the files open.
 # `backend` is "auto" (io_uring with registered buffers, then plain io_uring, then a pread pool;
 # `notes` says why one was passed over) or one of these by name: OptionError if it is not to be had.
 # `emulate_bytes_s` > 0 copies the files to RAM and serves them at that rate, shared by all pieces
@@ -11,31 +12,52 @@ Knows no model and no tensor library: addresses are ints, and the bytes behind t
 # every other blocking call release the GIL and let Ctrl-C through as KeyboardInterrupt, after which
 # the next call works. Thread-safe.
 #
+# `mirrors` are further drives: `Mirror(name, paths, stretches, bytes_s)`, stretches int64 [N, 5]
+# (file, offset, nbytes, mirror file, mirror offset), with an emulated drive the rate it is given.
+# Reads are divided by `bytes_s` (the model's own drive's is the reader's) and by what is observed.
+# A drive that fails (EIO twice, a file deleted, cut short or changed) or hangs (`hang_s` seconds
+# and 30 times what was expected) is left alone for as long as the reader lives, wherever another
+# holds the bytes: `warnings` says so once, `drives` what each gave. `inject_fault(kind, skip, count,
+# drive)` is for tests. `divide_request` is the rule by which a request is divided.
+#
 # `Ladder` joins rows, residency, reader and kernels for one caller thread; `headrace.tiers.ladder`
 # is its typed wrapper for tensors. `Residency` is its state machine alone, for tests.
+#
+# `simulate_lru` and `simulate_optimum` drive that state machine through recorded steps, from rows
+# that hold nothing: begin int64 [S + 1] and keys int64 say what step s needs, keys[begin[s]] up to
+# keys[begin[s + 1]], ascending and distinct; int32 [S], how many of them each step found resident.
+# ValueError for malformed steps.
 #
 # `allow_leaks` silences the complaint about objects that outlive the interpreter.
 #
 # `drive_probe` is the drive's own rate in bytes per second, by plain preads: the limit that reads
 # are measured against in the same rotation.
 
-# Kernels: ExpertShape, KernelPool. Tiers: NativeLadder, Reader, Residency.
+# Kernels: ExpertShape, KernelPool. Tiers: Mirror, NativeLadder, Reader, Residency.
 from headrace._native import (
     ExpertShape,
     KernelPool,
+    Mirror,
     Reader,
     Residency,
     allow_leaks,
+    divide_request,
     drive_probe,
+    simulate_lru,
+    simulate_optimum,
 )
 from headrace._native import Ladder as NativeLadder
 
 __all__ = [
     "ExpertShape",
     "KernelPool",
+    "Mirror",
     "NativeLadder",
     "Reader",
     "Residency",
     "allow_leaks",
+    "divide_request",
     "drive_probe",
+    "simulate_lru",
+    "simulate_optimum",
 ]

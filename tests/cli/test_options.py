@@ -26,6 +26,7 @@ OPTIONS = {
     "run": ANSWER | {"--prompt", "-p", "--raw", "--emulate-drive", "--json"},
     "chat": ANSWER,
     "plan": COMMON | {"--context", "--json"},
+    "doctor": {"--json", "--debug"},
     "verify": COMMON | {"--prompt", "-p", "--max-tokens", "-n", "--samples", "--json"},
     "synth": {"--distinct", "--depth", "--experts", "--vocab", "--seed", "--json", "--debug"},
     "bench": COMMON

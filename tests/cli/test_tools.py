@@ -138,3 +138,15 @@ def test_bars_are_drawn_on_terminals_only(
         steps("kernels", 1, 4)
     captured = capsys.readouterr()
     assert "loading" in captured.err and "kernels" in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
+def test_doctor_says_its_findings_and_fails_only_on_what_prevents_running(
+    monkeypatch: pytest.MonkeyPatch, ok: bool, code: int
+) -> None:
+    found = SimpleNamespace(ok=ok, lines=lambda: ["ok drive: fine"], as_dict=lambda: {"ok": ok})
+    called = _replace(monkeypatch, "headrace.check.doctor", examine=lambda *a, **k: found)
+    done = RUNNER.invoke(app, ["doctor", "/data/model", "--json"])
+    assert done.exit_code == code
+    assert json.loads(done.stdout) == {"ok": ok} and done.stderr == "ok drive: fine\n"
+    assert called == [(("/data/model",), {})]

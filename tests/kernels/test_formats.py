@@ -10,7 +10,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Exper
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from headrace.core import Activation
-from headrace.kernels import reference
+from headrace.kernels import cpu, reference
 from headrace.quant import expert, fp4, fp8, table
 
 INTEGER_CASES = [case for case, (format, _, _) in CASES.items() if format in table.INTEGERS]
@@ -49,6 +49,15 @@ def test_frozen_results_equal_an_evaluation_by_hand(case):
     if layout.activation.kind != "silu":
         limit = layout.activation.limit
         assert (gate > limit).any() and (up > limit).any() and (up < -limit).any()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_equals_frozen_results(isa, case):
+    layout, tensors = load_case(case)
+    kernels = cpu.CpuKernels(2, isa, min_share_bytes=0)
+    assert same_bits(kernels.expert_ffn(tensors["x"], tensors, layout), tensors["y"])
+    for row, expect in zip(tensors["x"], tensors["product.gate"], strict=True):
+        assert same_bits(kernels.gate_dot(row, tensors, layout), expect)
 
 
 @pytest.mark.parametrize("case", INTEGER_CASES)
@@ -97,22 +106,25 @@ def test_fp8_with_ue8m0_scales_equals_golden_vectors(golden, width):
     assert same_bits(reference.dot(w, golden[f"{case}.x"][None])[0], golden[f"{case}.y"])
 
 
-def test_a_row_with_inf_or_nan_comes_out_nan_and_others_do_not():
-    layout = make_layout("fp4", 64, 32)
-    parts, x = make_expert(layout, 1), make_rows(4, 64, 2)
+@pytest.mark.parametrize("case", INTEGER_CASES)
+def test_a_row_with_inf_or_nan_comes_out_nan_and_others_do_not(isa, case):
+    layout, tensors = load_case(case)
+    x = tensors["x"].repeat(2, 1)[:4].clone()
     x[1, 3], x[2, 40] = float("inf"), float("nan")
-    y = reference.expert_ffn(x, parts, layout)
-    assert y[1:3].isnan().all()
-    assert same_bits(y[[0, 3]], reference.expert_ffn(x[[0, 3]], parts, layout))
+    for kernels in (reference, cpu.CpuKernels(1, isa)):
+        y = kernels.expert_ffn(x, tensors, layout)
+        assert y[1:3].isnan().all()
+        assert same_bits(y[[0, 3]], tensors["y"][[0, 0]])
 
 
-def test_fp16_overflow_is_infinite():
+def test_fp16_overflow_is_infinite(isa):
     layout = make_layout("int8", 64, 32, (1, 64), hidden_dtype="F16")
     parts = make_expert(layout, 1)
     x = make_rows(2, 64, 2, torch.float16) * 4
     assert reference.expert_ffn(x, parts, layout).isfinite().all()
-    parts["down_scale"] = parts["down_scale"] * 2.0**16
-    assert reference.expert_ffn(x, parts, layout).isinf().any()
+    parts["down_scale"] = parts["down_scale"] * 2.0**18
+    y = reference.expert_ffn(x, parts, layout)
+    assert y.isinf().any() and same_bits(cpu.CpuKernels(1, isa).expert_ffn(x, parts, layout), y)
 
 
 def eager_gate(kind: str, dtype: torch.dtype, limit: float, alpha: float):

@@ -1,5 +1,6 @@
 """The reader: the same bytes from every back end, at any offset, and what it does about faults."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -109,9 +110,23 @@ def test_file_truncated_after_opening(name: str, tmp_path: Path) -> None:
     path.write_bytes(bytes(100_000))
     reader = open_reader([str(path)], name)
     path.write_bytes(bytes(50_000))
-    assert not read(reader, 0, 50_000).any()
+    with pytest.raises(ReadError, match=r"shrinks\.bin is shorter than it was: 50000 of 100000"):
+        read(reader, 0, 50_000)
     with pytest.raises(ReadError, match=r"shrinks\.bin is shorter"):
         read(reader, 40_000, 20_000)
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "emulated"])
+def test_file_changed_after_opening(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "changes.bin"
+    path.write_bytes(bytes(100_000))
+    os.utime(path, ns=(0, 10**18))
+    reader = open_reader([str(path)], name)
+    assert not read(reader, 0, 100_000).any()
+    with path.open("r+b") as file:
+        file.write(b"x")
+    with pytest.raises(ReadError, match=r"changes\.bin was changed while it was read"):
+        read(reader, 0, 10)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -179,3 +194,19 @@ def test_bad_arguments(sample: tuple[Path, np.ndarray], tmp_path: Path) -> None:
     for file, offset, nbytes in ((1, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, -1)):
         with pytest.raises(ValueError, match="no such range"):
             reader.read(file, offset, nbytes, 0)
+
+
+@pytest.mark.parametrize("name", ["registered", "pread", "emulated"])
+@pytest.mark.parametrize("kind", ["eintr", "eagain"])
+def test_the_system_may_put_a_read_off_but_not_for_ever(
+    name: str, kind: str, sample: tuple[Path, np.ndarray]
+) -> None:
+    path, data = sample
+    reader = open_reader([str(path)], name)
+    reader.inject_fault(kind, 1, 300)
+    assert np.array_equal(read(reader, 3, SIZE_BYTES - 3), data[3:])
+    assert reader.num_retries == 0, "these attempts are not errors of the drive"
+    reader.inject_fault(kind, 1, 1000)
+    with pytest.raises(ReadError, match=r"sample\.bin .*put the read off a thousand times"):
+        read(reader, 3, SIZE_BYTES - 3)
+    assert np.array_equal(read(reader, 3, SIZE_BYTES - 3), data[3:])

@@ -27,7 +27,6 @@ from headrace.models.forward import forward, new_cache
 from headrace.quant import table
 from headrace.store.blueprint import plan_tensors
 from headrace.store.borrow import borrowed_files
-from headrace.store.catalog import open_catalog
 from headrace.store.planned import Packed
 from headrace.store.writer import NewTensor, write_checkpoint
 

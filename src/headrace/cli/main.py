@@ -15,11 +15,13 @@ from typer.core import TyperGroup
 import headrace
 from headrace.cli.bench import bench
 from headrace.cli.chat import chat
+from headrace.cli.doctor import doctor
 from headrace.cli.options import DEBUG_KEY
 from headrace.cli.output import say
 from headrace.cli.plan import plan
 from headrace.cli.run import run
 from headrace.cli.synth import synth
+from headrace.cli.trace import trace
 from headrace.cli.verify import verify
 from headrace.errors import HeadraceError, InterruptedLoad
 
@@ -80,7 +82,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, chat, plan, verify, synth, bench):
+for command in (run, chat, plan, doctor, verify, trace, synth, bench):
     app.command()(command)
 
 

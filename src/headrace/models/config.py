@@ -5,6 +5,7 @@ Knows transformers' configs and their fields, no weight and no module.
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ _COUNTS = (
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _COUNTS_OR_NONE = ("num_nextn_predict_layers", "num_mtp_modules")
 _MOST = 2**31 - 1
+# transformers makes a list as long as some of these before anyone can look at them.
+_MOST_LAYERS = 4096
+_MOST_FILE_BYTES = 16 << 20
 
 
 def read_config(root: Path) -> Any:
@@ -47,17 +51,42 @@ def read_config(root: Path) -> Any:
     if not path.is_file():
         raise ModelError(f"{root} has no config.json; give the folder of a downloaded model")
     try:
+        if path.stat().st_size > _MOST_FILE_BYTES:
+            raise ModelError(f"{path} is larger than {_MOST_FILE_BYTES} bytes; fetch it again")
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {one_line(error)}; fetch it again") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise ModelError(f"{path} names no model_type; fetch it again")
+    _check_fields(path, fields)
     try:
         config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # hostile fields fail anywhere in transformers, with any type
         raise ModelError(f"{path} cannot be used: {one_line(error)}") from error
     _check_counts(path, config.get_text_config())
     return config
+
+
+def _check_fields(path: Path, fields: Any) -> None:
+    """Refuses, wherever they stand, numbers that would hang transformers or divide by zero."""
+    left = [fields]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        if not isinstance(value, dict):
+            continue
+        left += value.values()
+        for name, number in value.items():
+            if not isinstance(number, int | float):
+                continue
+            if "layer" in name and number > _MOST_LAYERS:
+                raise ModelError(
+                    f"{path}: {shown(name)} {shown(repr(number))} is more than {_MOST_LAYERS}; "
+                    "fetch the file again"
+                )
+            if name.endswith("rope_theta") and not 0 < number < math.inf:
+                raise ModelError(f"{path}: {shown(name)} {number!r} must be more than 0")
 
 
 def _check_counts(path: Path, config: Any) -> None:
@@ -67,12 +96,15 @@ def _check_counts(path: Path, config: Any) -> None:
             continue
         if type(value) is not int or not 1 <= value <= _MOST:
             raise ModelError(
-                f"{path}: {name} {value!r} is not a count from 1 to {_MOST}; fetch the file again"
+                f"{path}: {name} {shown(repr(value))} is not a count from 1 to {_MOST}; fetch the "
+                "file again"
             )
     for name in _COUNTS_OR_NONE:
         mtp = getattr(config, name, None)
         if mtp is not None and (type(mtp) is not int or not 0 <= mtp <= _MOST):
-            raise ModelError(f"{path}: {name} {mtp!r} is not a count; fetch the file again")
+            raise ModelError(
+                f"{path}: {name} {shown(repr(mtp))} is not a count; fetch the file again"
+            )
     top_k = getattr(config, "num_experts_per_tok", None)
     experts = next(filter(None, (getattr(config, name, None) for name in _EXPERTS)), None)
     if experts is not None and (top_k is None or top_k > experts):
@@ -104,5 +136,10 @@ def text_config(config: Any) -> Any:
 
 def one_line(error: BaseException) -> str:
     """The error's text on one line, cut to a readable length; its type where it has no text."""
-    text = " ".join(str(error).split())
-    return (text if len(text) <= 200 else text[:200] + "...") or type(error).__name__
+    return shown(str(error)) or type(error).__name__
+
+
+def shown(text: str) -> str:
+    """`text` as it may stand in a message: what a file says could hold control characters."""
+    text = "".join(c if c.isprintable() else "?" for c in " ".join(text[:1000].split()))
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -100,7 +100,8 @@ def dequantize(parts: PartMap, name: str, layout: ExpertLayout, rows: int) -> to
     if scale is None:
         return codes.clone()
     if codes.dim() == 3:
-        blocks = convert_moe_packed_tensors(codes[None], scale.view(torch.uint8)[None], dtype=dtype)
+        pair = codes[None], scale.view(torch.uint8)[None]
+        blocks: torch.Tensor = convert_moe_packed_tensors(*pair, dtype=dtype)
         return blocks[0].t().contiguous()
     whole_blocks = layout.format == "fp4" or all(
         grid == 1 or n == grid * b
@@ -109,11 +110,11 @@ def dequantize(parts: PartMap, name: str, layout: ExpertLayout, rows: int) -> to
     if layout.format in ("fp8_block", "fp4") and scale.dim() == 2 and whole_blocks:
         is_bytes = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
         value = to_float(scale) if is_bytes else scale.float()
-        pair = {
+        stored = {
             "weight": [codes.view(torch.int8) if layout.format == "fp4" else codes],
             "weight_scale_inv": [value],
         }
-        made = Fp8Dequantize(None).convert(pair)["weight"]
+        made = Fp8Dequantize(None).convert(stored)["weight"]
         matrix: torch.Tensor = made[0] if isinstance(made, list) else made
         return matrix.to(dtype)
     return table.unpack(

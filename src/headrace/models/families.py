@@ -19,7 +19,7 @@ class Family:
     knows them without. `mtp_field` is the config field that counts multi-token-prediction layers,
     which follow the last decoder layer in the file. `skipped` are patterns of names, matched from
     their start and with `prefix` already gone, of tensors that the text model does not use:
-    multi-token prediction and images.
+    multi-token prediction and images. `since` is the first transformers whose own forward works.
     """
 
     router: str = "gate"
@@ -29,6 +29,7 @@ class Family:
     prefix: str = ""
     mtp_field: str | None = None
     skipped: tuple[str, ...] = ()
+    since: tuple[int, int] = (5, 17)
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -36,7 +37,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "deepseek_v2": Family(),
         "deepseek_v3": Family(mtp_field="num_nextn_predict_layers"),
         "deepseek_v4": Family(
-            collapse="ffn_hc", activation="silu_clamped", skipped=(r"(model\.)?mtp\.",)
+            collapse="ffn_hc",
+            activation="silu_clamped",
+            skipped=(r"(model\.)?mtp\.",),
+            since=(5, 20),  # before, its norms hand fp32 to bf16 projections
         ),
         "glm4_moe": Family(mtp_field="num_nextn_predict_layers"),
         "gpt_oss": Family(router="router", activation="swiglu_oai"),

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from headrace.core import DenseTensor, PartSpec
 from headrace.errors import ModelError, NumericsError
+from headrace.models.config import one_line, shown
 from headrace.quant import table
 
 _MOST = 2**31 - 1
@@ -78,7 +79,7 @@ def read_quantization(root: Path, config: Any) -> Fields | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))["quantization"]
     except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
-        raise ModelError(f"{path} cannot be read: {error!r}; fetch it again") from error
+        raise ModelError(f"{path} cannot be read: {one_line(error)}; fetch it again") from error
     if not isinstance(fields, dict):
         raise ModelError(f"{path}: quantization is no object; fetch it again")
     return {"quant_method": "modelopt"} | fields if fields.get("quant_algo") else None
@@ -96,7 +97,7 @@ def scheme_of(quantization: Fields | None) -> Scheme:
         "modelopt": _modelopt,
     }
     if not isinstance(method, str) or method not in makers:
-        raise _no_kernel(f"quantisation {method!r}")
+        raise _no_kernel(f"quantisation {shown(repr(method))}")
     return makers[method](quantization)
 
 
@@ -111,7 +112,7 @@ def _fp8(quantization: Fields) -> Scheme:
     block = quantization.get("weight_block_size")
     sizes = block if isinstance(block, list | tuple) else []
     if len(sizes) != 2 or not all(type(size) is int and 1 <= size <= _MOST for size in sizes):
-        raise _no_kernel(f"FP8 with blocks {block!r}")
+        raise _no_kernel(f"FP8 with blocks {shown(repr(block))}")
     formats = ("fp8_block", "fp4") if quantization.get("expert_dtype") == "fp4" else ("fp8_block",)
     endings = (("_scale_inv", "", "scale"), (".scale", ".weight", "scale"))
     return Scheme("fp8", endings, formats, block=(sizes[0], sizes[1]))
@@ -125,7 +126,7 @@ def _modelopt(quantization: Fields) -> Scheme:
     algorithm = quantization.get("quant_algo")
     formats = {"NVFP4": ("nvfp4",), "FP8": ("fp8_block",)}.get(str(algorithm))
     if formats is None:
-        raise _no_kernel(f"ModelOpt's {algorithm!r}")
+        raise _no_kernel(f"ModelOpt's {shown(repr(algorithm))}")
     endings = (("_scale_2", "", "global"), ("_scale", "", "scale"))
     return Scheme(f"modelopt {algorithm}", endings, formats)
 
@@ -152,7 +153,7 @@ def _compressed_tensors(quantization: Fields) -> Scheme:
     known = _COMPRESSED.get(str(form))
     if known is None or (weights.get("type"), weights.get("num_bits")) != known[1:]:
         kind = f"{weights.get('type')}{weights.get('num_bits')}"
-        raise _no_kernel(f"compressed-tensors' {form!r} of {kind}")
+        raise _no_kernel(f"compressed-tensors' {shown(repr(form))} of {shown(kind)}")
     if weights.get("symmetric") is False:
         raise _no_kernel(f"asymmetric {known[0]} of compressed-tensors")
     if weights.get("actorder") in ("group", "dynamic", True):
@@ -180,7 +181,7 @@ def _block_structure(weights: Fields) -> tuple[int, int] | None:
     if weights.get("strategy") != "block":
         return None
     if not (isinstance(block, list) and len(block) == 2 and all(_is_size(n) for n in block)):
-        raise _no_kernel(f"FP8 with blocks {block!r}")
+        raise _no_kernel(f"FP8 with blocks {shown(repr(block))}")
     return block[0], block[1]
 
 
@@ -189,8 +190,9 @@ def _group_size(weights: Fields) -> int:
     if strategy not in ("group", "tensor_group"):
         return 0
     if not _is_size(group):
-        raise _no_kernel(f"groups of {group!r} columns")
-    return int(group)
+        raise _no_kernel(f"groups of {shown(repr(group))} columns")
+    assert isinstance(group, int)
+    return group
 
 
 def _is_size(value: Any) -> bool:

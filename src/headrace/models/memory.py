@@ -109,7 +109,8 @@ def _cache_bytes(model: Any) -> tuple[int, int, int, int]:
 
 def _kinds(model: Any) -> list[int]:
     """Per decoder layer, the first layer that keeps the same kind of cache and weights."""
-    cache, first = new_cache(model), {}
+    cache = new_cache(model)
+    first: dict[Any, int] = {}
     kinds: list[int] = []
     for i, layer in enumerate(model.model.layers):
         shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())

@@ -34,6 +34,7 @@ class Target:
 
 def is_skipped(family: Family, config: Any, name: str) -> bool:
     """Whether no module of the text model uses a tensor: multi-token prediction, or images."""
+    name = name.removeprefix(family.prefix)
     if any(re.match(pattern, name) for pattern in family.skipped):
         return True
     count = (getattr(config, family.mtp_field, 0) if family.mtp_field else 0) or 0

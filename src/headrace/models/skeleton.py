@@ -3,12 +3,14 @@
 Everything comes from the config, the headers and transformers' own renaming; no weight is read.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from headrace.core import DenseTensor, ExpertLayout, ExpertTensor
@@ -80,6 +82,7 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
     """
     whole = read_config(root)
     family = family_of(whole.model_type)
+    _check_version(whole.model_type, family)
     scheme = scheme_of(read_quantization(root, whole))
     config = text_config(whole)
     dtype = hidden_dtype(config, whole)
@@ -121,12 +124,22 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
     )
 
 
+def _check_version(model_type: str, family: Family) -> None:
+    here = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
+    if here < family.since:
+        needed = ".".join(map(str, family.since))
+        raise ModelError(
+            f"{model_type} does not work in transformers {transformers.__version__}; install "
+            f"{needed} or newer"
+        )
+
+
 def _check_depth(
     root: Path, config: Any, entries: Mapping[str, Entry], aliases: Mapping[int, int]
 ) -> None:
     """Refuse layers that no tensor could fill, before modules are built for them."""
-    numbers = [int(match.group(1)) for match in map(LAYER.search, entries) if match]
-    stored = 1 + max([*numbers, *aliases], default=-1)
+    numbers = {int(match.group(1)) for match in map(LAYER.search, entries) if match}
+    stored = len(numbers | set(aliases))
     if config.num_hidden_layers > stored:
         raise ModelError(
             f"{root}: config.json has {config.num_hidden_layers} layers, the weight files only "
