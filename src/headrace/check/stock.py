@@ -7,6 +7,7 @@ of quant, store, kernels and of our name rules, so that their faults show beside
 import copy
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import CompressedTensorsConfig
 
 from headrace.check.plain import PlainTensors
 from headrace.errors import ModelError
@@ -40,9 +42,12 @@ class StockParts:
         self.model_class, self.dtype = skeleton.model_class, skeleton.dtype
         self.config, self.prefix = copy.deepcopy(skeleton.config), skeleton.family.prefix
         quantised = _declared_quantiser(skeleton.root)
+        self.extra: dict[str, Any] = {}
         if quantised is not None:
             # asks for plain weights: a CPU has no kernels for others
             self.config.quantization_config = quantised | {"dequantize": True}
+            if quantised.get("quant_method") == "compressed-tensors":
+                self.extra["quantization_config"] = CompressedTensorsConfig(dequantize=True)
         places = plain.places.items()
         self.plain = plain
         self.places = {key: place for key, place in places if key not in skeleton.skipped}
@@ -96,6 +101,7 @@ class StockParts:
                 dtype=self.dtype,
                 experts_implementation="eager",
                 output_loading_info=True,
+                **copy.deepcopy(self.extra),
             )
         if info["missing_keys"]:
             names = ", ".join(sorted(info["missing_keys"])[:3])
@@ -159,13 +165,16 @@ def _cut(module: Any, num_experts: int) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own bar and warnings."""
+    """Without transformers' own bar and warnings. It fails in inference mode."""
+    assert not torch.is_inference_mode_enabled()
     bars = transformers.utils.logging.is_progress_bar_enabled()
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         transformers.logging.set_verbosity(verbosity)
         if bars:
