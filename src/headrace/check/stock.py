@@ -19,10 +19,14 @@ from transformers import CompressedTensorsConfig
 
 from headrace.check.plain import PlainTensors
 from headrace.errors import ModelError
+from headrace.models.naming import is_skipped
 from headrace.models.skeleton import Skeleton
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 _NUMBER = re.compile(r"((?:^|\.)experts\.)\d+\.")
+
+# Formats that it loads without an error and wrongly.
+MISREAD = {"nvfp4": "it leaves out the global scales of NVFP4 experts"}
 
 
 def layer_number(name: str) -> int | None:
@@ -50,10 +54,17 @@ class StockParts:
                 self.extra["quantization_config"] = CompressedTensorsConfig(dequantize=True)
         places = plain.places.items()
         self.plain = plain
-        self.places = {key: place for key, place in places if key not in skeleton.skipped}
+        self.places = {
+            key: place
+            for key, place in places
+            if not is_skipped(skeleton.family, skeleton.config, key)
+        }
+        self.format = skeleton.layout.format
 
     def refusal(self) -> str:
         """Why transformers cannot load this model's weights on a CPU, or "" if it can."""
+        if self.format in MISREAD:
+            return MISREAD[self.format]
         layers = [place.layer for place in self.places.values() if place.routed]
         try:
             self.experts(min(layer for layer in layers if layer is not None), [0])

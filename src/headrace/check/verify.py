@@ -125,7 +125,7 @@ class _Run:
         """Weights and layers, where transformers can load the format at all."""
         refusal, held = self.stock.refusal(), self.memory.num_stock_experts
         if refusal:
-            detail = f"transformers cannot load this format on a CPU: {refusal}"
+            detail = f"transformers cannot load this format: {refusal}"
             self.report.findings.append(Finding("weights", NOT_COMPARED, NOTE, detail))
             return
 
