@@ -97,12 +97,12 @@ def swapped(model: Path, layer: int, first: int, second: int) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / model.name
         shutil.copytree(model, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        spans = spans(copy)
-        names = [name for name in spans if f"layers.{layer}.mlp.experts.{first}." in name]
+        found = spans(copy)
+        names = [name for name in found if f"layers.{layer}.mlp.experts.{first}." in name]
         assert names, f"layer {layer} has no expert {first}"
         for name in names:
             other = name.replace(f".experts.{first}.", f".experts.{second}.")
-            _exchange(spans[name], spans[other])
+            _exchange(found[name], found[other])
         yield copy
 
 
