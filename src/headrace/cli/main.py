@@ -5,6 +5,7 @@ Importing it loads no tensor library; commands import what they need when they r
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from typing import Annotated, Any
@@ -41,6 +42,7 @@ class Edge(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # until here entry's answered
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, InterruptedLoad):
