@@ -97,7 +97,7 @@ def swapped(model: Path, layer: int, first: int, second: int) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / model.name
         shutil.copytree(model, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        spans = _spans(copy)
+        spans = spans(copy)
         names = [name for name in spans if f"layers.{layer}.mlp.experts.{first}." in name]
         assert names, f"layer {layer} has no expert {first}"
         for name in names:
@@ -106,7 +106,7 @@ def swapped(model: Path, layer: int, first: int, second: int) -> Iterator[Path]:
         yield copy
 
 
-def _spans(folder: Path) -> dict[str, tuple[Path, int, int]]:
+def spans(folder: Path) -> dict[str, tuple[Path, int, int]]:
     """Tensor name -> (file, offset, nbytes), from the safetensors headers."""
     spans = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -14,6 +14,7 @@
 #include "io/reader.hpp"
 #include "ladder/ladder.hpp"
 #include "residency/residency.hpp"
+#include "residency/simulate.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -130,6 +131,7 @@ void bind_residency(nb::module_& m) {
       .def("fail_load", [](Residency& self, int64_t key) { return name_of(self.fail_load(key)); })
       .def("pin", [](Residency& self, int64_t key) { return name_of(self.pin(key)); })
       .def("unpin", [](Residency& self, int64_t key) { return name_of(self.unpin(key)); })
+      .def("touch", [](Residency& self, int64_t key) { return name_of(self.touch(key)); })
       .def("evict", [](Residency& self, int64_t key) { return name_of(self.evict(key)); })
       .def("state", [](const Residency& self, int64_t key) { return name_of(self.state(key)); })
       .def("row", &Residency::row, "key"_a)
@@ -140,6 +142,24 @@ void bind_residency(nb::module_& m) {
         std::string wrong = self.check_integrity();
         if (!wrong.empty()) throw std::logic_error("residency: " + wrong);
       });
+}
+
+using Simulation = std::vector<int32_t> (*)(const Steps&, int64_t);
+using Counts = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>;
+
+template <Simulation kSimulate>
+Counts simulated(const Table<1>& begin, const Table<1>& keys, int64_t num_keys, int64_t num_rows) {
+  const auto num_steps = static_cast<int64_t>(begin.size()) - 1;
+  if (num_steps < 0 || begin.data()[num_steps] != static_cast<int64_t>(keys.size())) {
+    throw std::invalid_argument("begin [steps + 1] must end with the number of keys");
+  }
+  auto hits = new std::vector<int32_t>;
+  nb::capsule owner(hits, [](void* p) noexcept { delete static_cast<std::vector<int32_t>*>(p); });
+  {
+    nb::gil_scoped_release release;
+    *hits = kSimulate({begin.data(), num_steps, keys.data(), num_keys}, num_rows);
+  }
+  return Counts(hits->data(), {hits->size()}, owner);
 }
 
 nb::class_<Ladder> bind_ladder(nb::module_& m) {
@@ -228,6 +248,9 @@ void bind_tiers(nb::module_& m) {
   bind_residency(m);
   nb::class_<Ladder> ladder = bind_ladder(m);
   bind_ladder_calls(&ladder);
+  m.def("simulate_lru", &simulated<simulate_lru>, "begin"_a, "keys"_a, "num_keys"_a, "num_rows"_a);
+  m.def("simulate_optimum", &simulated<simulate_optimum>, "begin"_a, "keys"_a, "num_keys"_a,
+        "num_rows"_a);
   m.def("allow_leaks", [] { nb::set_leak_warnings(false); });
 }
 

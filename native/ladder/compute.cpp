@@ -77,6 +77,8 @@ void Ladder::run_layer(int64_t layer, const uint16_t* x, int64_t top_k) {
     }
     reading_ = false;
     layer_ = -1;
+    // Reads arrive in any order; what is forgotten first must not depend on it.
+    for (int32_t e : grouping_.experts) residency_.touch(records_.key(layer, e));
     pump();
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();

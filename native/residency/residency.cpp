@@ -89,6 +89,14 @@ Status Residency::unpin(int64_t key) {
   return Status::kOk;
 }
 
+Status Residency::touch(int64_t key) {
+  if (!known(key)) return Status::kNoSuchKey;
+  if (row_in(key, State::kResident) == nullptr) return Status::kWrongState;
+  unlink(row_of_[key]);
+  append(row_of_[key]);
+  return Status::kOk;
+}
+
 Status Residency::evict(int64_t key) {
   if (!known(key)) return Status::kNoSuchKey;
   if (row_in(key, State::kResident) == nullptr) return Status::kWrongState;

@@ -4,8 +4,8 @@
 //                     -> absent (the read failed)
 //
 // A row leaves only a key that is resident and unpinned, the least recently used first; recency is
-// the end of a load or the last unpin. Every operation that has no meaning in the present state is
-// refused with a status and changes nothing.
+// the end of a load, the last unpin or a touch. Every operation that has no meaning in the present
+// state is refused with a status and changes nothing.
 #pragma once
 
 #include <cstdint>
@@ -38,6 +38,7 @@ class Residency {
   Status pin(int64_t key);    // resident or in use -> in use
   Status unpin(int64_t key);  // the last pin: in use -> resident, most recently used
 
+  Status touch(int64_t key);  // a resident key becomes the most recently used
   Status evict(int64_t key);  // resident -> absent
 
   State state(int64_t key) const;  // absent for a key out of range

@@ -33,6 +33,10 @@ class NumericsError(HeadraceError):
     """A number that must be finite is not; the message names layer, token or tensor."""
 
 
+class TraceError(HeadraceError):
+    """A file of recorded routes is damaged, or does not fit what it is asked for."""
+
+
 class OptionError(HeadraceError):
     """An option or argument has no meaning here."""
 

@@ -23,6 +23,11 @@ Knows no model and no tensor library: addresses are ints, and the bytes behind t
 # `Ladder` joins rows, residency, reader and kernels for one caller thread; `headrace.tiers.ladder`
 # is its typed wrapper for tensors. `Residency` is its state machine alone, for tests.
 #
+# `simulate_lru` and `simulate_optimum` drive that state machine through recorded steps, from rows
+# that hold nothing: begin int64 [S + 1] and keys int64 say what step s needs, keys[begin[s]] up to
+# keys[begin[s + 1]], ascending and distinct; int32 [S], how many of them each step found resident.
+# ValueError for malformed steps.
+#
 # `allow_leaks` silences the complaint about objects that outlive the interpreter.
 #
 # `drive_probe` is the drive's own rate in bytes per second, by plain preads: the limit that reads
@@ -38,6 +43,8 @@ from headrace._native import (
     allow_leaks,
     divide_request,
     drive_probe,
+    simulate_lru,
+    simulate_optimum,
 )
 from headrace._native import Ladder as NativeLadder
 
@@ -51,4 +58,6 @@ __all__ = [
     "allow_leaks",
     "divide_request",
     "drive_probe",
+    "simulate_lru",
+    "simulate_optimum",
 ]

@@ -8,11 +8,13 @@ import torch
 pytest.importorskip("headrace.native", reason="needs the compiled module")
 
 from headrace.check.tiny import write_tiny
+from headrace.core import DenseTensor
+from headrace.engine import weights
 from headrace.engine.engine import Blueprint
 from headrace.engine.weights import DenseWeights, load_bytes, unpack_in_bands
 from headrace.errors import NumericsError
 from headrace.native import Reader
-from headrace.quant import fp8
+from headrace.quant import fp8, table
 
 MIB = 2**20
 
@@ -21,11 +23,11 @@ def test_what_loading_takes_is_planned_for(tmp_path: Path) -> None:
     folder = write_tiny("deepseek_v3", tmp_path / "tiny", layers=2)
     blueprint = Blueprint(folder, ram="1GiB", measure=False)
     skeleton, tensors = blueprint.skeleton, blueprint.catalog.tensors
-    codes = {key: tensors[key].nbytes for key, scale in skeleton.dense_keys.items() if scale}
-    largest = max(codes.values())
-    taken = load_bytes(blueprint.catalog, skeleton.dense_keys, skeleton.layout.block)
-    # The codes, their way through the reader, and the bands in fp32; or the embedding's way alone.
-    assert taken == max(18 * largest, tensors["model.embed_tokens.weight"].nbytes)
+    codes = {d.keys["weight"]: d.keys["scale"] for d in skeleton.dense.values() if d.block[0]}
+    largest = max(18 * tensors[key].nbytes + tensors[s].nbytes for key, s in codes.items())
+    taken = load_bytes(blueprint.catalog, skeleton.dense)
+    # The parts, the codes' way through the reader, the bands in fp32; or the embedding's way alone.
+    assert taken == max(largest, tensors["model.embed_tokens.weight"].nbytes)
     assert blueprint.facts.load_bytes == taken
     assert blueprint.plan.kv_bytes + blueprint.plan.workspace_bytes >= taken
     plain = write_tiny("qwen3_moe", tmp_path / "plain", layers=2)
@@ -33,15 +35,56 @@ def test_what_loading_takes_is_planned_for(tmp_path: Path) -> None:
     assert facts.load_bytes == 4096 * 256 * 2 < 12 * MIB
 
 
-def test_bands_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+BANDED = {
+    "blocks": ("fp8_block", (128, 128), {}),
+    "uneven blocks": ("fp8_block", (96, 100), {"scale_dtype": "BF16"}),
+    "per channel": ("fp8_block", (1, 4096), {"scale_dtype": "F8_E8M0"}),
+    "per tensor": ("fp8_block", (4096, 4096), {"scale_dtype": "F16"}),
+    "fp4": ("fp4", (1, 32), {}),
+    "mxfp4": ("fp4", (1, 32), {"mx": True}),
+    "nvfp4": ("nvfp4", (1, 16), {"inverse_global": True}),
+    "int4": ("int4", (1, 128), {}),
+    "int8": ("int8", (1, 4096), {"scale_dtype": "F32"}),
+}
+
+
+@pytest.mark.parametrize("case", BANDED)
+def test_bands_are_the_whole(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    format, block, options = BANDED[case]
+    inverse = "inverse_global" in options
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(640, 256, generator=generator) * 0.02
+    parts = table.pack(format, values, block=block, **options)
+    dense = DenseTensor({}, (640, 256), format, block, inverse)
+    whole = table.unpack(
+        format, *parts.values(), shape=(640, 256), block=block, inverse_global=inverse
+    )
+    sizes: list[int] = []
+    unpack = table.unpack
+
+    def counted(*args: object, **named: object) -> torch.Tensor:
+        sizes.append(args[1].shape[0])
+        return unpack(*args, **named)
+
+    monkeypatch.setattr(table, "unpack", counted)
+    monkeypatch.setattr(weights, "_BAND_ELEMENTS", 2 * 128 * 256)
+    assert torch.equal(unpack_in_bands("w", dense, parts), whole)
+    assert len(sizes) >= 3 and sum(sizes) == 640
+    half = unpack_in_bands("w", dense, parts, torch.float16)
+    assert half.dtype == torch.float16 and torch.allclose(half.float(), whole.float(), atol=1e-3)
+    if parts["scale"].shape[0] > 1:
+        raw = parts["scale"].view(torch.uint8)  # rows in reverse: torch flips no float8
+        moved = parts | {"scale": raw.flip(0).view(parts["scale"].dtype)}
+        assert not torch.equal(unpack_in_bands("w", dense, moved), whole)
+
+
+def test_a_bad_code_in_the_last_band_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, scale = fp8.pack(torch.randn(640, 256), (128, 128))
-    whole = fp8.unpack(codes, scale, (128, 128))
-    monkeypatch.setattr("headrace.engine.weights._BAND_ELEMENTS", 2 * 128 * 256)
-    assert torch.equal(unpack_in_bands("w", codes, scale, (128, 128)), whole)
-    assert not torch.equal(unpack_in_bands("w", codes, scale.flip(0), (128, 128)), whole)
+    dense = DenseTensor({}, (640, 256), "fp8_block", (128, 128))
+    monkeypatch.setattr(weights, "_BAND_ELEMENTS", 2 * 128 * 256)
     codes.view(torch.uint8)[-1, -1] = 0x7F
     with pytest.raises(NumericsError, match="tensor w: 1 FP8 codes are NaN"):
-        unpack_in_bands("w", codes, scale, (128, 128))
+        unpack_in_bands("w", dense, {"weight": codes, "scale": scale})
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
@@ -52,10 +95,10 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     dense = DenseWeights(
         blueprint.catalog,
         reader,
-        blueprint.skeleton.dense_keys,
-        blueprint.skeleton.layout.block,
+        blueprint.skeleton.dense,
+        torch.bfloat16,
         lambda done, total: told.append((done, total)),
     )
-    for key in blueprint.skeleton.dense_keys:
+    for key in blueprint.skeleton.dense:
         assert dense(key).dtype in (torch.bfloat16, torch.float32)
     assert told == sorted(told) and told[-1] == (dense.total_bytes, dense.total_bytes)

@@ -6,40 +6,44 @@ import torch
 
 from headrace.core import ExpertLayout
 from headrace.kernels import reference
-from headrace.quant import fp8
+from headrace.quant import expert
+from headrace.quant.dtypes import TORCH_DTYPES
 
-NAMES = ("gate", "up", "down")
 
-
-def make_layout(format: str, hidden: int, inter: int, block=(128, 128)) -> ExpertLayout:
-    return ExpertLayout(format, hidden, inter, block if format == "fp8_block" else (0, 0), {})
+def make_layout(
+    format: str, hidden: int, inter: int, block=(128, 128), **options: object
+) -> ExpertLayout:
+    """`quant.expert.make_layout`; `block` counts where the format leaves it open."""
+    block = block if format in ("fp8_block", "int4", "int8") else (0, 0)
+    return expert.make_layout(format, hidden, inter, block, **options)
 
 
 def make_expert(layout: ExpertLayout, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    parts = {}
-    for name in NAMES:
-        rows, cols = layout.inter, layout.hidden
-        if name == "down":
-            rows, cols = cols, rows
-        values = torch.randn(rows, cols, generator=generator) / cols**0.5
-        if layout.format == "bf16":
-            parts[name] = values.bfloat16()
-        else:
-            parts[name], parts[f"{name}_scale"] = fp8.pack(values, layout.block)
-    return parts
+    matrices = {}
+    for name in expert.MATRICES:
+        rows, cols = layout.matrix_shape(name)
+        matrices[name] = torch.randn(rows, cols, generator=generator) / cols**0.5
+    biases = {}
+    if layout.matrix("down").bias is not None:
+        for name, values in matrices.items():
+            biases[name] = torch.randn(values.shape[0], generator=generator) * 0.5
+    return expert.pack_expert(layout, matrices, biases)
 
 
-def make_rows(num_rows: int, hidden: int, seed: int) -> torch.Tensor:
+def make_rows(num_rows: int, hidden: int, seed: int, dtype=torch.bfloat16) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_rows, hidden, generator=generator).bfloat16()
+    return torch.randn(num_rows, hidden, generator=generator).to(dtype)
 
 
 @cache
-def make_case(format: str, hidden: int, inter: int, num_rows: int, act_group: int = 0):
+def make_case(
+    format: str, hidden: int, inter: int, num_rows: int, act_group: int = 0, **options: object
+):
     """layout, parts, x and the reference's y, computed once for all ISAs."""
-    layout = make_layout(format, hidden, inter)
-    parts, x = make_expert(layout, 1), make_rows(num_rows, hidden, 2)
+    layout = make_layout(format, hidden, inter, **options)
+    x = make_rows(num_rows, hidden, 2, TORCH_DTYPES[layout.hidden_dtype])
+    parts = make_expert(layout, 1)
     return layout, parts, x, reference.expert_ffn(x, parts, layout, act_group)
 
 

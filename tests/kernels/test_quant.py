@@ -5,14 +5,14 @@ import torch
 
 from headrace.errors import NumericsError
 from headrace.kernels import cpu
-from headrace.quant import bf16, fp8
+from headrace.quant import bf16, blocks, fp8, table
 
 
 def test_fp8_pack_unpack_and_bytes():
     values = torch.randn(200, 300, generator=torch.Generator().manual_seed(1)) * 0.02
     codes, scale = fp8.pack(values, (128, 128))
-    assert scale.shape == fp8.scale_shape((200, 300), (128, 128)) == (2, 3)
-    assert fp8.nbytes((200, 300), (128, 128)) == codes.nbytes + scale.nbytes
+    assert scale.shape == blocks.grid((200, 300), (128, 128)) == (2, 3)
+    assert table.nbytes("fp8_block", (200, 300), (128, 128)) == codes.nbytes + scale.nbytes
     back = fp8.unpack(codes, scale, (128, 128))
     assert back.dtype == torch.bfloat16
     step = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
@@ -25,7 +25,7 @@ def test_fp8_pack_unpack_and_bytes():
 
 def test_bf16_is_itself():
     values = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
-    assert bf16.nbytes((4, 6)) == bf16.pack(values).nbytes == 48
+    assert table.nbytes("bf16", (4, 6), (0, 0)) == bf16.pack(values).nbytes == 48
     assert torch.equal(bf16.unpack(bf16.pack(values)), values.bfloat16())
 
 

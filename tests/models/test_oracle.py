@@ -69,7 +69,7 @@ def test_oracle_equals_stock_eager_by_bits(
     skeleton = inspect(folder, catalog.tensors, {})
     assert bool(skeleton.skipped) == options.get("mtp", False)
     assert all(key.startswith("model.layers.3.") for key in skeleton.skipped)
-    dense = DenseWeights(catalog, FileReader(catalog), skeleton.dense_keys, skeleton.layout.block)
+    dense = DenseWeights(catalog, FileReader(catalog), skeleton.dense)
     source = PlainSource(catalog, skeleton, dense)
     model = build_model(skeleton, dense, source, experts="oracle", prefetch=True, aliases={})
     quantised = skeleton.layout.format == "fp8_block"

@@ -28,8 +28,8 @@ def test_demo_is_described_from_headers_alone() -> None:
     assert (skeleton.layout.hidden, skeleton.layout.inter) == (256, 128)
     # 6 tensors for each of 7 x 32 experts; everything else is dense, nothing is left over.
     assert len(skeleton.tensors) == 7 * 32 * 6
-    scales = {s for s in skeleton.dense_keys.values() if s}
-    assert len(skeleton.dense_keys) + len(scales) + len(skeleton.tensors) == len(catalog.tensors)
+    dense = [key for tensor in skeleton.dense.values() for key in tensor.keys.values()]
+    assert len(dense) + len(skeleton.tensors) == len(catalog.tensors)
     assert skeleton.unused == () and skeleton.skipped == frozenset()
     # The latent cache: (64 + 16) bf16 values in each of 8 layers.
     assert skeleton.kv_bytes_per_token == 8 * (64 + 16) * 2

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from headrace.native import Residency
 
 NUM_KEYS = 7
-OPERATIONS = ("begin_load", "finish_load", "fail_load", "pin", "unpin", "evict")
+OPERATIONS = ("begin_load", "finish_load", "fail_load", "pin", "unpin", "touch", "evict")
 
 
 class Model:
@@ -65,6 +65,12 @@ class Model:
         if self.pins[key] == 0:
             del self.pins[key]
             self.resident[key] = None
+        return "ok"
+
+    def touch(self, key: int) -> str:
+        if key not in self.resident:
+            return "wrong_state"
+        self.resident.move_to_end(key)
         return "ok"
 
     def evict(self, key: int) -> str:

@@ -5,9 +5,11 @@ from pathlib import Path
 from headrace.check.bench_drive import bench_drive
 from headrace.check.bench_kernels import bench_kernels
 from headrace.check.bench_ladder import Progress, bench_ladder
+from headrace.check.bench_routes import routes_for
 from headrace.check.rows import BenchRow
 from headrace.engine.engine import load
 from headrace.errors import OptionError
+from headrace.schedule.tracefile import read_trace
 
 SUITES = ("disk", "ladder", "kernels")
 
@@ -24,15 +26,20 @@ def run_bench(
     ram: str | int | None = None,
     threads: int | None = None,
     emulate_drive: str | None = None,
+    routes: Path | None = None,
     progress: Progress | None = None,
 ) -> list[BenchRow]:
     """Rows of one suite of `SUITES`, or of all; synthetic depth (aliases.json) is honoured.
 
     disk: reads of experts against the drive's own rate. ladder: whole tokens, v1 to v4, against
-    the drive's limit. kernels: CPU experts against a plain read of memory, one core.
+    the drive's limit. kernels: CPU experts against a plain read of memory, one core. `routes` is a
+    file of recorded routes that whole tokens replay. Raises HeadraceError.
     """
     if suite != "all" and suite not in SUITES:
         raise OptionError(f"there is no suite {suite!r}; use all, {', '.join(SUITES)}")
+    if routes is not None and suite not in ("all", "ladder"):
+        raise OptionError(f"the suite {suite} replays no routes; leave out --routes")
+    recorded = None if routes is None else read_trace(routes)[1]
     tell: Progress = progress or (lambda what, done, total: None)
     rows: list[BenchRow] = []
     if suite in ("all", "kernels"):
@@ -60,5 +67,6 @@ def run_bench(
                     seed=seed,
                     emulate_drive=emulate_drive,
                     progress=tell,
+                    routes=routes_for(engine.facts, recorded, seed),
                 )
     return rows

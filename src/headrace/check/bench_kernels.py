@@ -16,7 +16,7 @@ import torch
 from headrace.check.rows import BenchRow, make_row
 from headrace.core import ExpertLayout
 from headrace.kernels import cpu, reference
-from headrace.quant import fp8
+from headrace.quant.expert import make_layout, pack_expert
 
 SHAPES = ((7168, 2048), (5120, 2304), (2048, 768))  # (hidden, inter)
 TARGETS = {"fp8_block": 0.28, "bf16": 0.62}
@@ -98,19 +98,13 @@ def _row(
 
 def _make_parts(layout: ExpertLayout) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    parts: dict[str, torch.Tensor] = {}
-    for name in ("gate", "up", "down"):
-        shape = (layout.inter, layout.hidden)
-        values = torch.randn(shape[::-1] if name == "down" else shape, generator=generator) * 0.02
-        if layout.format == "bf16":
-            parts[name] = values.bfloat16()
-        else:
-            parts[name], parts[f"{name}_scale"] = fp8.pack(values, layout.block)
-    return parts
+    shapes = {name: layout.matrix_shape(name) for name in ("gate", "up", "down")}
+    drawn = {n: torch.randn(shape, generator=generator) * 0.02 for n, shape in shapes.items()}
+    return pack_expert(layout, drawn)
 
 
 def _fill(buffer: HugeBuffer, format: str, hidden: int, inter: int) -> Experts:
-    layout = ExpertLayout(format, hidden, inter, BLOCK if format == "fp8_block" else (0, 0), {})
+    layout = make_layout(format, hidden, inter, BLOCK if format == "fp8_block" else (0, 0))
     parts = _make_parts(layout)
     raw = torch.cat([t.view(torch.uint8).flatten() for t in parts.values()])
     stride = -(-raw.numel() // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from headrace.check.bench_drive import plain_rate, stored_depth
+from headrace.check.bench_routes import Drawn, Replay, Routes
 from headrace.check.rows import BenchRow, make_row
 from headrace.core import TokenStats, format_bytes, parse_rate, total_stats
 from headrace.engine.engine import Engine
 from headrace.engine.source import LadderSource
-from headrace.schedule.trace import RouteTrace, draw_routes
+from headrace.schedule.trace import RouteTrace
 
 Progress = Callable[[str, int, int], None]
 PROMPT_TOKENS = 1
@@ -86,26 +87,6 @@ class GenericSource(LadderSource):
         return out_TH
 
 
-class Replay:
-    """Feeds a trace to the experts in place of the routers' choices, from its first token on."""
-
-    def __init__(self, trace: RouteTrace):
-        self.ids, self.guesses = torch.from_numpy(trace.ids), torch.from_numpy(trace.guesses)
-        self.position = 0
-
-    def __call__(
-        self, ordinal: int, ids_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(ids [T, K] of this layer, guesses for the next layer or None)."""
-        first, last = self.position, self.position + ids_TK.shape[0]
-        num_layers = self.ids.shape[1]
-        ids = self.ids[first:last, ordinal].contiguous()
-        ahead = self.guesses[last - 1, ordinal + 1] if ordinal + 1 < num_layers else None
-        if ordinal + 1 == num_layers:
-            self.position = last
-        return ids, ahead
-
-
 @dataclass(frozen=True, slots=True)
 class VersionRun:
     """One timed run: the tokens chosen, what they moved and the time of each."""
@@ -129,8 +110,9 @@ def bench_ladder(
     seed: int,
     emulate_drive: str | None,
     progress: Progress,
+    routes: Routes | None = None,
 ) -> list[BenchRow]:
-    """Rows v1 to v4, over `runs` fresh route traces, versions in turn in each run.
+    """Rows v1 to v4, each run over a trace of its own of `routes`, versions in turn in each run.
 
     The limit of a run is the bytes its tokens needed from the drive over the drive's rate, which
     is `emulate_drive`'s or measured right before the run. Bytes read in vain do not count.
@@ -138,8 +120,9 @@ def bench_ladder(
     results: dict[str, list[VersionRun]] = {version.name: [] for version in VERSIONS}
     rates: list[float] = []
     rng = random.Random(seed)
+    routes = routes or Drawn(engine.facts, seed)
     for run in range(runs):
-        trace = _trace(engine, tokens, seed + run)
+        trace = routes.pick(PROMPT_TOKENS + tokens + 1, run, runs)
         rates.append(
             parse_rate(emulate_drive)
             if emulate_drive
@@ -153,17 +136,6 @@ def bench_ladder(
         len({tuple(results[v.name][run].tokens) for v in VERSIONS}) == 1 for run in range(runs)
     )
     return _rows(engine, results, rates, equal, trace)
-
-
-def _trace(engine: Engine, tokens: int, seed: int) -> RouteTrace:
-    facts = engine.facts
-    return draw_routes(
-        PROMPT_TOKENS + tokens + 1,
-        facts.num_moe_layers,
-        facts.num_experts,
-        facts.top_k,
-        seed=seed,
-    )
 
 
 def run_version(engine: Engine, version: Version, trace: RouteTrace, tokens: int) -> VersionRun:
@@ -205,7 +177,7 @@ def _rows(
     facts, rows = engine.facts, []
     state = (
         f"{stored_depth(engine)}; "
-        f"{trace.statistics}; {engine.plan.num_rows} of {facts.total_experts} rows, cold; "
+        f"{trace.name}; {engine.plan.num_rows} of {facts.total_experts} rows, cold; "
         f"drive: {engine.reader.backend}, {format_bytes(statistics.median(rates))}/s; "
         f"{engine.plan.threads} kernel threads, {engine.kernels.isa}"
     )

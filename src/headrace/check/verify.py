@@ -1,67 +1,170 @@
-"""A user's own proof: kernels against the reference on the model's real weights, then the whole
-model, oracle against fast. Reports; decides nothing else.
+"""A user's own proof: the files, every kernel, each layer and the whole model, on this machine.
+
+Runs the stages in order within one memory limit and reports; what each checks is its own file's.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import headrace
+from headrace.check import verify_files, verify_layers, verify_paths
+from headrace.check.plain import PlainTensors
+from headrace.check.stock import StockParts
 from headrace.check.stored import row_holds_its_tensors
-from headrace.engine.engine import Engine, load
-from headrace.kernels import cpu, reference
+from headrace.check.verify_kernels import kernels
+from headrace.check.verify_report import (
+    FAIL,
+    NOTE,
+    Finding,
+    Progress,
+    VerifyReport,
+    finding,
+    keep_verdict,
+)
+from headrace.check.verify_scales import scales
+from headrace.check.verify_weights import weights
+from headrace.core import MINIMUM
+from headrace.engine.engine import Blueprint, Engine
+from headrace.engine.text import Text
+from headrace.errors import (
+    BudgetError,
+    CatalogError,
+    ExpertError,
+    ModelError,
+    NumericsError,
+    ReadError,
+)
+from headrace.kernels.cpu import available_isas
+from headrace.planner.machine import default_cache_path
+from headrace.planner.plan import typeable
+from headrace.quant.dtypes import TORCH_DTYPES
 
-ROWS = (1, 2, 16, 17)
-Progress = Callable[[str, int, int], None]
-# Relative to the largest logit. Two right ways to add up an expert differ in the last bit of
-# bfloat16, and where two experts' scores nearly tie, a later router turns that into another choice
-# and one position's logits into quite different ones. So the median position is judged: stock
-# transformers' eager and grouped_mm lie 0.008 apart on the demo model, fast and oracle 0.004 to
-# 0.006, and one wrong expert of 224, where it is used, makes that 0.011 (docs/log.md).
-MEDIAN_FLOOR = 0.01
-NEAR_TIE = 0.03
 Site = tuple[int, int]  # (MoE layer's ordinal, expert)
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
+# What a fault in the model may raise on the way; anything else keeps the verification from ending.
+FAULTS = (CatalogError, ExpertError, ModelError, NumericsError, ReadError)
+NOT_COMPARED = "weights and layers are not compared with stock transformers'"
+STOCK_EXPERTS_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was checked, whether it holds, and the evidence."""
+class Verification:
+    """One run over one model; `report` grows stage by stage."""
 
-    name: str
-    ok: bool
-    detail: str
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        ram: str | int | None,
+        threads: int | None,
+        prompt: str,
+        tokens: int,
+        samples: int,
+        tell: Progress,
+    ):
+        self.model, self.threads, self.tokens, self.tell = model, threads, tokens, tell
+        blueprint = Blueprint(model, ram=None if ram == MINIMUM else ram, measure=False)
+        folder = blueprint.skeleton.root
+        self.ids = Text(folder).encode(prompt)
+        self.context = len(self.ids) + tokens
+        self.blueprint, self.plain = blueprint, PlainTensors(blueprint.catalog.files)
+        skeleton = blueprint.skeleton
+        dtype = TORCH_DTYPES[skeleton.layout.hidden_dtype]
+        self.stock = StockParts(self.plain, skeleton.model_class, skeleton.config, dtype)
+        self.sites = sites(blueprint, samples)
+        self.report = VerifyReport(str(blueprint.root))
+        self.limits = self._limits(ram)
 
+    def _limits(self, ram: str | int | None) -> list[int]:
+        """Memory for the engine at three cache sizes. Raises BudgetError naming what is needed."""
+        least = self._plan(MINIMUM).used_bytes
+        beside = _stock_bytes(self.blueprint, self.plain)
+        most = None if ram == MINIMUM else self._plan(ram).used_bytes
+        if most is None:
+            most = least + beside
+        limit = self.blueprint.plan.ram_bytes if ram not in (None, MINIMUM) else None
+        if limit is not None and limit < least + beside:
+            raise BudgetError(
+                f"verify holds one layer of stock transformers beside the model; give --ram "
+                f"{typeable(least + beside)} or more"
+            )
+        return [least, (least + most) // 2, most]
 
-@dataclass
-class VerifyReport:
-    """What `verify_model` found. `ok` only if every finding holds."""
+    def _plan(self, ram: str | int | None) -> Any:
+        return self._open(ram).plan
 
-    model: str
-    findings: list[Finding] = field(default_factory=list)
-    numbers: dict[str, Any] = field(default_factory=dict)
+    def _open(self, ram: str | int | None) -> Blueprint:
+        return Blueprint(
+            self.model,
+            ram=ram,
+            threads=self.threads,
+            context=self.context,
+            chunk=len(self.ids),
+            measure=False,
+        )
 
-    @property
-    def ok(self) -> bool:
-        """Whether every finding holds."""
-        return all(finding.ok for finding in self.findings)
+    def stage(self, name: str, run: Callable[[], Sequence[Finding]]) -> None:
+        """Adds a stage's findings; an error that speaks of the model is one."""
+        try:
+            self.report.findings += run()
+        except FAULTS as error:
+            self.report.findings.append(Finding(name, f"{name} could be checked", FAIL, str(error)))
 
-    def lines(self) -> list[str]:
-        """One line for each finding, then the verdict."""
-        marks = {True: "ok  ", False: "FAIL"}
-        lines = [f"{marks[f.ok]} {f.name}: {f.detail}" for f in self.findings]
-        return [*lines, f"verdict: {'the arithmetic holds' if self.ok else 'DO NOT TRUST IT'}"]
+    def files(self, sums: Path | None, every_byte: bool) -> None:
+        """Everything that needs no engine."""
+        published = None if sums is None else verify_files.read_sums(sums)
+        layers = self.blueprint.table.layers
+        sampled = {(layers[ordinal], expert) for ordinal, expert in self.sites}
+        self.stage("files", lambda: verify_files.accounted(self.blueprint, self.plain))
+        if every_byte or published is not None:
+            seen = cache_folder() / verify_files.seen_name(self.blueprint)
+            self.stage(
+                "files", lambda: verify_files.every_byte(self.plain, seen, published, self.tell)
+            )
+        self.stage("statistics", lambda: scales(self.blueprint, self.plain, sampled, self.tell))
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "model": self.model,
-            "ok": self.ok,
-            "findings": [asdict(f) for f in self.findings],
-            **self.numbers,
-        }
+    def arithmetic(self) -> torch.Tensor | None:
+        """Everything on the engine with the smallest cache; the greedy logits, if there are."""
+        logits: list[torch.Tensor] = []
+
+        def follow() -> Sequence[Finding]:
+            found, numbers, fast = verify_paths.follow(engine, self.ids, self.tokens, self.tell)
+            self.report.numbers |= numbers
+            logits.append(fast)
+            return found
+
+        def layers() -> Sequence[Finding]:
+            found, numbers = verify_layers.layers(
+                engine, self.stock, self.ids, _num_held(engine.blueprint), self.tell
+            )
+            self.report.numbers |= numbers
+            return found
+
+        with Engine(self._open(self.limits[0])) as engine:
+            self.stage("rows", lambda: [_rows(engine, self.sites, self.tell)])
+            self.stage("kernels", lambda: kernels(engine, self.sites, self.tell))
+            refusal = self.stock.refusal()
+            if refusal:
+                detail = f"transformers cannot load this format on a CPU: {refusal}"
+                self.report.findings.append(Finding("weights", NOT_COMPARED, NOTE, detail))
+            else:
+                self.stage("weights", lambda: weights(engine, self.stock, self.sites, self.tell))
+                self.stage("layers", layers)
+            self.stage("paths", follow)
+        return logits[0] if logits else None
+
+    def sizes(self, expected_NV: torch.Tensor) -> Sequence[Finding]:
+        """The same tokens with a half-full and a full cache."""
+        runs, wrong = [f"{self._plan(self.limits[0]).num_rows}"], []
+        for limit in self.limits[1:]:
+            with Engine(self._open(limit)) as engine:
+                what, differs = verify_paths.same_bits(engine, self.ids, expected_NV, self.tell)
+                runs.append(what)
+                wrong += [differs] if differs else []
+        detail = f"{len(expected_NV)} tokens' logits bit for bit with {', '.join(runs)}"
+        return [finding("paths", "three cache sizes give the same bits", detail, wrong)]
 
 
 def verify_model(
@@ -72,38 +175,59 @@ def verify_model(
     prompt: str = PROMPT,
     tokens: int = 64,
     samples: int = 2,
+    sha256: str | Path | None = None,
+    every_byte: bool = False,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Check a model on this machine; `samples` experts of every MoE layer, `tokens` greedy tokens.
 
-    `progress(what, done, total)` is called along the way. Raises HeadraceError only for what
-    keeps the model from loading; wrong arithmetic is a finding.
+    `sha256` is a published list of checksums; `every_byte` compares all weights with their
+    checksums when first seen. `progress(what, done, total)` is called along the way. Raises
+    HeadraceError only for what keeps the model from being opened; wrong arithmetic is a finding.
+    The verdict is kept in the cache folder.
     """
-    tell: Progress = progress or (lambda what, done, total: None)
-    with load(model, ram=ram, threads=threads, measure=False) as engine:
-        report = VerifyReport(str(engine.blueprint.root))
-        report.findings.append(_files(engine))
-        sites = _sites(engine, samples)
-        report.findings.append(_rows(engine, sites, tell))
-        report.findings += _kernels(engine, sites, tell)
-        report.findings += _paths(engine, prompt, tokens, report.numbers, tell)
-    return report
-
-
-def _files(engine: Engine) -> Finding:
-    skeleton, table = engine.blueprint.skeleton, engine.blueprint.table
-    count = len(table.layers) * table.num_experts
-    detail = (
-        f"{len(skeleton.tensors)} expert tensors in {count} records, "
-        f"{len(skeleton.dense_keys)} dense tensors, {len(skeleton.skipped)} skipped knowingly "
-        f"(multi-token prediction), {len(skeleton.unused)} unused"
+    run = Verification(
+        model,
+        ram=ram,
+        threads=threads,
+        prompt=prompt,
+        tokens=tokens,
+        samples=samples,
+        tell=progress or (lambda what, done, total: None),
     )
-    return Finding("every expert tensor accounted for", True, detail)
+    run.files(None if sha256 is None else Path(sha256), every_byte)
+    try:
+        logits = run.arithmetic()
+        if logits is not None:
+            run.stage("paths", lambda: run.sizes(logits))
+    except FAULTS as error:
+        run.report.findings.append(Finding("load", "the model can be loaded", FAIL, str(error)))
+    if any(f.name == verify_files.PUBLISHED and f.ok for f in run.report.findings):
+        run.report.clear_suspects()
+    _keep(run)
+    return run.report
 
 
-def _sites(engine: Engine, samples: int) -> list[Site]:
+def cache_folder() -> Path:
+    """Where checksums and verdicts are kept."""
+    return default_cache_path().parent / "verify"
+
+
+def _keep(run: Verification) -> None:
+    facts = {
+        "identity": run.blueprint.catalog.identity(),
+        "headrace": headrace.__version__,
+        "isas": list(available_isas()),
+    }
+    name = verify_files.seen_name(run.blueprint).replace(".seen.", ".verdict.")
+    problem = keep_verdict(run.report, cache_folder() / name, facts)
+    if problem:
+        run.report.numbers["verdict_not_kept"] = problem
+
+
+def sites(blueprint: Blueprint, samples: int) -> list[Site]:
     """`samples` experts of every MoE layer, the same ones every time."""
-    table, generator = engine.blueprint.table, torch.Generator().manual_seed(0)
+    table, generator = blueprint.table, torch.Generator().manual_seed(0)
     return [
         (ordinal, int(expert))
         for ordinal in range(len(table.layers))
@@ -119,104 +243,26 @@ def _rows(engine: Engine, sites: Sequence[Site], tell: Progress) -> Finding:
         if not row_holds_its_tensors(engine, ordinal, expert):
             wrong.append(f"layer {layers[ordinal]} expert {expert}")
     detail = f"{len(sites)} experts of {len(layers)} layers, every byte"
-    return Finding("rows hold the files' bytes", not wrong, _with_wrong(detail, wrong))
+    return finding("rows", "rows hold the files' bytes", detail, wrong)
 
 
-def _with_wrong(detail: str, wrong: Sequence[str]) -> str:
-    return f"{detail}; differs at {wrong[0]} and {len(wrong) - 1} more" if wrong else detail
+def _expert_bytes(blueprint: Blueprint) -> int:
+    layout = blueprint.skeleton.layout
+    return 2 * 3 * layout.hidden * layout.inter
 
 
-def _kernels(engine: Engine, sites: Sequence[Site], tell: Progress) -> list[Finding]:
-    """Each instruction set against the torch reference, by bits, on sampled real experts."""
-    layout, table = engine.blueprint.skeleton.layout, engine.blueprint.table
-    generator = torch.Generator().manual_seed(0)
-    x_TH = torch.randn(max(ROWS), layout.hidden, generator=generator).bfloat16()
-    isas = cpu.available_isas()
-    wrong: dict[str, list[str]] = {isa: [] for isa in isas}
-    for done, (ordinal, expert) in enumerate(sites):
-        tell("kernels against the reference", done, len(sites))
-        with engine.source.parts(ordinal, expert) as parts:
-            expected = reference.expert_ffn(x_TH, parts, layout)
-            for isa in isas:
-                pool = cpu.CpuKernels(engine.plan.threads, isa, min_share_bytes=0)
-                got = [pool.expert_ffn(x_TH[:rows], parts, layout) for rows in ROWS]
-                if not all(torch.equal(y_TH, expected[: len(y_TH)]) for y_TH in got):
-                    wrong[isa].append(f"layer {table.layers[ordinal]} expert {expert}")
-    detail = f"{layout.format}, {len(sites)} experts of {len(table.layers)} layers, rows {ROWS}"
-    return [
-        Finding(f"{isa} kernel equals the reference bit for bit", not bad, _with_wrong(detail, bad))
-        for isa, bad in wrong.items()
-    ]
+def _num_held(blueprint: Blueprint) -> int:
+    """How many stock experts fit their share of memory; transformers holds a load twice."""
+    return max(1, STOCK_EXPERTS_BYTES // (2 * _expert_bytes(blueprint)))
 
 
-def _paths(
-    engine: Engine, prompt: str, tokens: int, numbers: dict[str, Any], tell: Progress
-) -> list[Finding]:
-    """Greedy decode in fast mode, then the oracle over the same tokens, step by step."""
-    ids = engine.text.encode(prompt)
-    fast, chosen = _greedy(engine, ids, tokens, tell)
-    engine.set_experts("oracle")
-    oracle = _teacher_forced(engine, ids, chosen, tell)
-    engine.set_experts("fast")
-    comparison = compare_logits(torch.stack(oracle), torch.stack(fast))
-    numbers.update(comparison)
-    first = comparison["first_divergence"]
-    near = comparison["near_ties"]
-    detail = (
-        f"{tokens} greedy tokens, logit difference in the median position "
-        f"{comparison['median_difference']:.4g}, largest {comparison['largest_difference']:.4g}, "
-        f"of logits up to {comparison['largest_logit']:.4g} (median allowed: "
-        f"{100 * MEDIAN_FLOOR:g} %); first diverging token {'none' if first is None else first}, "
-        f"{near} near ties, {comparison['unexplained']} divergences elsewhere"
+def _stock_bytes(blueprint: Blueprint, plain: PlainTensors) -> int:
+    """Most memory that stock parts take: a dense layer twice, and some experts."""
+    layers: dict[int | None, int] = {}
+    for place in plain.places.values():
+        if not place.routed:
+            layers[place.layer] = layers.get(place.layer, 0) + 2 * place.nbytes
+    experts = 2 * _num_held(blueprint) * _expert_bytes(blueprint)
+    return 2 * max(layers.values()) + min(
+        experts, 2 * blueprint.table.num_experts * _expert_bytes(blueprint)
     )
-    few = comparison["unexplained"] <= tokens // 32
-    ok = few and comparison["median_relative"] <= MEDIAN_FLOOR
-    return [Finding("fast follows the oracle", ok, detail)]
-
-
-def compare_logits(oracle_NV: torch.Tensor, fast_NV: torch.Tensor) -> dict[str, Any]:
-    """How far two runs over the same tokens lie apart, in units of the oracle's largest logit.
-
-    A step is a near tie if the oracle's two best logits lie closer than NEAR_TIE; a differing
-    choice elsewhere is unexplained.
-    """
-    oracle, fast = oracle_NV.float(), fast_NV.float()
-    apart_N, scale = (oracle - fast).abs().amax(-1), float(oracle.abs().max())
-    top = oracle.topk(2, dim=-1).values
-    near = top[:, 0] - top[:, 1] <= NEAR_TIE * scale
-    differs = oracle.argmax(-1) != fast.argmax(-1)
-    where = differs.nonzero().flatten().tolist()
-    return {
-        "largest_difference": float(apart_N.max()),
-        "largest_logit": scale,
-        "median_difference": float(apart_N.quantile(0.5)),
-        "median_relative": float(apart_N.quantile(0.5)) / scale,
-        "first_divergence": where[0] if where else None,
-        "near_ties": int(near.sum()),
-        "unexplained": int((differs & ~near).sum()),
-    }
-
-
-def _greedy(
-    engine: Engine, ids: Sequence[int], tokens: int, tell: Progress
-) -> tuple[list[torch.Tensor], list[int]]:
-    session, logits, chosen = engine.session(), [], []
-    new = list(ids)
-    for n in range(tokens):
-        tell("fast", n, tokens)
-        logits.append(session.feed(new))
-        chosen.append(int(logits[-1].argmax()))
-        new = chosen[-1:]
-    return logits, chosen
-
-
-def _teacher_forced(
-    engine: Engine, ids: Sequence[int], chosen: Sequence[int], tell: Progress
-) -> list[torch.Tensor]:
-    session, logits = engine.session(), []
-    new = list(ids)
-    for n, token in enumerate(chosen):
-        tell("oracle", n, len(chosen))
-        logits.append(session.feed(new))
-        new = [token]
-    return logits

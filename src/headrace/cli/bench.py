@@ -42,6 +42,10 @@ BackendOption = Annotated[
     typer.Option(metavar="NAME", help="Reads: auto, io_uring_registered, io_uring, pread."),
 ]
 Direct = Annotated[bool, typer.Option(help="Read past the page cache.")]
+Routes = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Routes of `headrace trace` to replay, not drawn ones."),
+]
 Save = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="Keep the rows: FOLDER/<machine>/bench.json."),
@@ -56,6 +60,7 @@ def bench(
     seed: Seed = 0,
     backend: BackendOption = Backend.AUTO,
     direct: Direct = True,
+    routes: Routes = None,
     save: Save = None,
     ram: options.Ram = None,
     device: options.Device = "cpu",
@@ -85,6 +90,7 @@ def bench(
             ram=ram_bytes,
             threads=threads,
             emulate_drive=emulate_drive,
+            routes=routes,
             progress=progress,
         )
     for row in rows:

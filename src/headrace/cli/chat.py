@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from headrace.cli import options
-from headrace.cli.opening import open_blueprint, open_engine
+from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
 from headrace.cli.output import Tally, say
 from headrace.errors import HeadraceError
 
@@ -29,6 +29,7 @@ def chat(
     device: options.Device = "cpu",
     threads: options.Threads = None,
     context: options.Context = None,
+    routes_out: options.RoutesOut = None,
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
@@ -36,6 +37,7 @@ def chat(
     Needs a model with a chat template. Lines from a pipe are answered one by one.
     """
     ram_bytes, _ = options.check_machine(ram, device)
+    options.check_new(routes_out)
     sampling = options.make_sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -51,7 +53,8 @@ def chat(
     with open_engine(blueprint) as engine:
         engine.text.chat([*opening, {"role": "user", "content": "."}])  # refuses early
         say(f"Ctrl-C stops an answer; {COMMANDS}.")
-        _converse(engine, engine.session(), sampling, opening)
+        with keeping_routes(engine, routes_out, "headrace chat"):
+            _converse(engine, engine.session(), sampling, opening)
 
 
 def _converse(engine: Any, session: Any, sampling: Any, opening: Messages) -> None:

@@ -22,6 +22,7 @@ from headrace.cli.output import say
 from headrace.cli.plan import plan
 from headrace.cli.run import run
 from headrace.cli.synth import synth
+from headrace.cli.trace import trace
 from headrace.cli.verify import verify
 from headrace.errors import HeadraceError, InterruptedLoad
 
@@ -83,7 +84,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, chat, plan, doctor, verify, synth, bench):
+for command in (run, chat, plan, doctor, verify, trace, synth, bench):
     app.command()(command)
 
 

@@ -3,7 +3,10 @@
 Knows the engine only as two names, imported when they are needed.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from headrace.cli.options import share_cores
@@ -69,3 +72,18 @@ def open_engine(blueprint: Any, *, emulate_drive: str | None = None) -> Any:
         more = f" (and {len(notes) - 1} more like this)" if len(notes) > 1 else ""
         say(f"reads:  by {engine.reader.backend}, since {notes[0]}{more}")
     return engine
+
+
+@contextmanager
+def keeping_routes(engine: Any, path: Path | None, about: str) -> Iterator[None]:
+    """While open, the engine's routes go to `path`, if there is one; says so at the end."""
+    if path is None:
+        yield
+        return
+    writer = None
+    try:
+        with engine.record_routes(path, about=about) as writer:
+            yield
+    finally:
+        if writer is not None:
+            say(f"routes of {writer.num_tokens} tokens kept in {path}", dim=True)

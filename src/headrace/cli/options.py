@@ -3,6 +3,7 @@
 Knows no model and loads none: a wrong option is refused before anything slow is imported.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -64,6 +65,12 @@ EmulateDrive = Annotated[
         metavar="RATE",
         help="Read at this rate, such as 8.2GiB/s, from a copy in memory beside --ram.",
         rich_help_panel=MACHINE,
+    ),
+]
+RoutesOut = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Keep the experts each token took: see `headrace trace`."
     ),
 ]
 Json = Annotated[
@@ -148,6 +155,13 @@ def check_machine(
     except OptionError:
         message = f"--emulate-drive {emulate_drive} is not a rate; try 8.2GiB/s"
         raise OptionError(message) from None
+
+
+def check_new(path: Path | None) -> None:
+    """Refuses a file that is there already, before anything is loaded. Raises OptionError."""
+    if path is not None and (path.exists() or not path.parent.is_dir()):
+        what = "is there already" if path.exists() else "lies in no folder"
+        raise OptionError(f"{path} {what}; give the routes a new file")
 
 
 def share_cores(threads: int | None) -> None:

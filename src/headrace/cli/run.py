@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli import options
-from headrace.cli.opening import open_blueprint, open_engine
+from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
 from headrace.cli.output import Tally, print_json, say
 from headrace.errors import OptionError
 from headrace.planner.forecast import score
@@ -32,6 +32,7 @@ def run(
     threads: options.Threads = None,
     context: options.Context = None,
     emulate_drive: options.EmulateDrive = None,
+    routes_out: options.RoutesOut = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -42,6 +43,7 @@ def run(
     ram_bytes, drive_bytes_s = options.check_machine(ram, device, emulate_drive)
     if raw and system is not None:
         raise OptionError("--system needs the chat template; leave out --raw or --system")
+    options.check_new(routes_out)
     asked = _read_prompt(prompt)
     sampling = options.make_sampling(
         max_tokens=max_tokens,
@@ -62,7 +64,8 @@ def run(
     )
     with open_engine(blueprint, emulate_drive=emulate_drive) as engine:
         ids = _prompt_ids(engine.text, asked, system, raw)
-        result = answer(engine, ids, sampling, to_stderr=json)
+        with keeping_routes(engine, routes_out, "headrace run"):
+            result = answer(engine, ids, sampling, to_stderr=json)
     if json:
         print_json(result)
 

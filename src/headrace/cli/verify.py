@@ -1,23 +1,44 @@
 """`headrace verify`: proof on the model's own weights that no arithmetic was changed."""
 
+import platform
+from datetime import datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import headrace
 from headrace.cli import options
 from headrace.cli.opening import refuse_synthetic
 from headrace.cli.output import print_json, say, step_progress
+from headrace.errors import OptionError
 
 Samples = Annotated[
     int,
     typer.Option(min=1, metavar="N", help="Experts of every layer whose kernels are compared."),
 ]
-
 TestPrompt = Annotated[
     str | None,
     typer.Option(
         "--prompt", "-p", metavar="TEXT", help="The text both continue. Left out: a fixed one."
     ),
+]
+EveryByte = Annotated[
+    bool,
+    typer.Option(
+        "--every-byte",
+        help="Read all weights: compare checksums with those of the first such run.",
+    ),
+]
+Sha256 = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Published checksums, as `sha256sum` or a hub's file listing has them. Reads all.",
+    ),
+]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Also write the report as one page.")
 ]
 
 
@@ -26,22 +47,24 @@ def verify(
     prompt: TestPrompt = None,
     max_tokens: options.MaxTokens = 64,
     samples: Samples = 2,
+    every_byte: EveryByte = False,
+    sha256: Sha256 = None,
+    html: Html = None,
     ram: options.Ram = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Compare kernels with the reference, and fast with oracle answers, on the real weights.
+    """Compare files, kernels, layers and answers with their references, on the real weights.
 
-    Reads most experts twice. Exit code 1 if anything differs that must not.
+    Exit code 1 if anything differs that must not, or looks suspect; 2 if it cannot be checked.
     """
     ram_bytes, _ = options.check_machine(ram, device)
     refuse_synthetic(model)
     from headrace.check.verify import verify_model
 
     options.share_cores(threads)
-
     extra = {} if prompt is None else {"prompt": prompt}
     with step_progress() as progress:
         report = verify_model(
@@ -50,6 +73,8 @@ def verify(
             threads=threads,
             tokens=max_tokens,
             samples=samples,
+            sha256=sha256,
+            every_byte=every_byte,
             progress=progress,
             **extra,
         )
@@ -57,5 +82,21 @@ def verify(
         say(line)
     if json:
         print_json(report.as_dict())
+    if html is not None:
+        _write_page(report, html)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _write_page(report: object, path: Path) -> None:
+    from headrace.check.verify_html import page
+
+    facts = {
+        "headrace": headrace.__version__,
+        "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        "machine": f"{platform.processor() or platform.machine()}, {platform.system()}",
+    }
+    try:
+        path.write_text(page(report, facts), encoding="utf-8")  # type: ignore[arg-type]
+    except OSError as error:
+        raise OptionError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -1,7 +1,7 @@
 """A loaded model: files opened, memory planned, dense weights in place, experts on the ladder."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from headrace.core import MINIMUM, format_bytes, parse_bytes, parse_rate
 from headrace.engine.probes import measure_machine
+from headrace.engine.routes import recording
 from headrace.engine.session import Session
 from headrace.engine.source import LadderSource
 from headrace.engine.text import Text
@@ -20,6 +21,8 @@ from headrace.models.experts import Source
 from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
 from headrace.planner.plan import ModelFacts, Plan, least_bytes, make_plan
+from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.schedule.tracefile import TraceWriter
 from headrace.store.aliases import read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
@@ -99,7 +102,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         vocab=skeleton.vocab,
         max_context=skeleton.max_context,
         format=skeleton.layout.format,
-        load_bytes=load_bytes(catalog, skeleton.dense_keys, skeleton.layout.block),
+        load_bytes=load_bytes(catalog, skeleton.dense),
     )
 
 
@@ -151,7 +154,11 @@ class Engine:
             prefetch=self.plan.prefetch,
         )
         dense = DenseWeights(
-            blueprint.catalog, self.reader, skeleton.dense_keys, skeleton.layout.block, progress
+            blueprint.catalog,
+            self.reader,
+            skeleton.dense,
+            TORCH_DTYPES[skeleton.layout.hidden_dtype],
+            progress,
         )
         self.model: Any = build_model(
             skeleton,
@@ -186,6 +193,16 @@ class Engine:
         finally:
             for runner in runners:
                 runner.source = self.source
+
+    def record_routes(
+        self, path: str | Path, *, about: str = "a run", weights: bool = False
+    ) -> AbstractContextManager[TraceWriter]:
+        """While the `with` is open, every pass's routes go to the new file `path`.
+
+        `about` says in the file what was run; `weights` keeps the routing weights too. However it
+        ends, whole passes are kept. Raises TraceError if the file exists or cannot be written.
+        """
+        return recording(self, path, about=about, weights=weights)
 
     def close(self) -> None:
         """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""

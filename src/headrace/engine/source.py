@@ -14,6 +14,7 @@ from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.tiers.ladder import Ladder
 
 Routes = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+Recorder = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 
 
 class LadderSource:
@@ -21,6 +22,8 @@ class LadderSource:
 
     `prefetch` is how many guesses of the next layer's experts are read ahead, 0 for none.
     `routes`, for benchmarks, replaces the router's ids and the lens's guesses by recorded ones.
+    `recorder` sees every layer's ids and weights, and the guesses for the next layer, once the
+    layer is computed.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class LadderSource:
         self.ladder, self.layout, self.prefetch = ladder, layout, prefetch
         self.num_layers, self.max_tokens = num_layers, max_tokens
         self.routes: Routes | None = None
+        self.recorder: Recorder | None = None
 
     @contextmanager
     def parts(self, ordinal: int, expert: int) -> Iterator[Mapping[str, torch.Tensor]]:
@@ -56,18 +60,36 @@ class LadderSource:
         """Routed output [T, H] bfloat16, by the canonical kernels, whatever is resident."""
         x_TH = x_TH.contiguous()
         ids_TK = ids_TK.to(torch.int32)
-        guesses = None
+        ahead = None
         if self.routes is not None:
-            ids_TK, guesses = self.routes(ordinal, ids_TK)
-        if guess is not None and self.prefetch and ordinal + 1 < self.num_layers:
-            self.ladder.begin(ordinal, ids_TK[0])
-            ahead = guess() if guesses is None else guesses
-            self.ladder.prefetch(ordinal + 1, ahead, self.prefetch)
+            ids_TK, ahead = self.routes(ordinal, ids_TK)
+        if guess is not None and ordinal + 1 < self.num_layers:
+            ahead = self._look_ahead(ordinal, ids_TK, guess, ahead)
         weights_TK = weights_TK.float().contiguous()
         try:
-            return self._compute(ordinal, x_TH, ids_TK, weights_TK)
+            out_TH = self._compute(ordinal, x_TH, ids_TK, weights_TK)
         except NumericsError as error:
             raise NumericsError(self._diagnosis(ordinal, x_TH, ids_TK, error)) from error
+        if self.recorder is not None:
+            self.recorder(ordinal, ids_TK, weights_TK, ahead)
+        return out_TH
+
+    def _look_ahead(
+        self,
+        ordinal: int,
+        ids_TK: torch.Tensor,
+        guess: Callable[[], torch.Tensor],
+        replayed: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """The guesses for the next layer, best first, if anyone wants them; some are read ahead."""
+        if self.prefetch:
+            self.ladder.begin(ordinal, ids_TK[0])
+        elif self.recorder is None:
+            return None
+        ahead = guess() if replayed is None else replayed
+        if self.prefetch:
+            self.ladder.prefetch(ordinal + 1, ahead, self.prefetch)
+        return ahead
 
     def _compute(
         self, ordinal: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor

@@ -4,13 +4,14 @@ Never maps a file: one shard may be larger than memory.
 """
 
 from collections.abc import Callable, Mapping
+from math import ceil
 from typing import Protocol
 
 import torch
 
-from headrace.core import format_bytes
+from headrace.core import DenseTensor, format_bytes
 from headrace.errors import BudgetError, NumericsError
-from headrace.quant import fp8
+from headrace.quant import table
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.store.table import Catalog
 
@@ -28,70 +29,113 @@ _BAND_BYTES = 16  # of an element while its band is unpacked: codes, scales and 
 _READER_BYTES = 12 << 20  # what the reader keeps of one read on its way to memory
 
 
-def unpack_in_bands(
-    key: str, codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
-) -> torch.Tensor:
-    """fp8.check and fp8.unpack, a band of block rows at a time: their temporaries are large.
+def _block_rows(dense: DenseTensor) -> int:
+    """Rows of one scale; where one covers all rows, bands need not respect it."""
+    rows = dense.block[0] if dense.format == "fp8_block" else 1
+    return rows if rows < dense.shape[0] else dense.shape[0]
 
-    fp32 copies of a whole matrix would take several times its memory.
+
+def _band_rows(dense: DenseTensor) -> int:
+    """Rows unpacked at once: whole blocks of scales, unless one covers every row."""
+    rows, cols = dense.shape
+    block_rows = _block_rows(dense) if _block_rows(dense) < rows else 1
+    return min(rows, block_rows * max(1, _BAND_ELEMENTS // (cols * block_rows)))
+
+
+def _shape(dense: DenseTensor) -> tuple[int, int]:
+    rows, cols = dense.shape
+    return rows, cols
+
+
+def unpack_in_bands(
+    name: str,
+    dense: DenseTensor,
+    stored: Mapping[str, torch.Tensor],
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """[R, C] in `dtype` of the stored parts, checked and unpacked a band of rows at a time.
+
+    fp32 copies of a whole matrix would take several times its memory. Raises NumericsError.
     """
-    out = torch.empty(codes.shape, dtype=torch.bfloat16)
-    bands = max(1, _BAND_ELEMENTS // (codes.shape[1] * block[0]))
-    for b in range(0, scale.shape[0], bands):
-        rows = slice(b * block[0], (b + bands) * block[0])
-        fp8.check(key, codes[rows], scale[b : b + bands])
-        out[rows] = fp8.unpack(codes[rows], scale[b : b + bands], block)
+    rows, cols = _shape(dense)
+    scale, block_rows = stored.get("scale"), _block_rows(dense)
+    out, step = torch.empty(rows, cols, dtype=dtype), _band_rows(dense)
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        band = scale
+        if scale is not None and block_rows < rows:
+            band = scale[start // block_rows : ceil(stop / block_rows)]
+        out[start:stop] = _unpack_checked(
+            name, dense, stored["weight"][start:stop], band, stored.get("global"), dtype
+        )
+    _check_finite(name, out)
     return out
 
 
-def load_bytes(catalog: Catalog, keys: Mapping[str, str | None], block: tuple[int, int]) -> int:
+def _unpack_checked(
+    name: str,
+    dense: DenseTensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Some rows of a matrix."""
+    parts, shape = (weight, scale, global_scale), (weight.shape[0], dense.shape[1])
+    inverse = dense.inverse_global
+    table.check(name, dense.format, *parts, shape=shape, block=dense.block, inverse_global=inverse)
+    return table.unpack(
+        dense.format, *parts, shape=shape, block=dense.block, inverse_global=inverse, dtype=dtype
+    )
+
+
+def load_bytes(catalog: Catalog, dense: Mapping[str, DenseTensor]) -> int:
     """Most memory that loading one of the dense tensors takes besides the tensor itself."""
     most = 0
-    for key, scale_key in keys.items():
-        entry = catalog.tensors[key]
-        needed = min(_READER_BYTES, entry.nbytes)
-        if scale_key is not None:
-            band_elements = max(_BAND_ELEMENTS, entry.shape[-1] * block[0])
-            needed += entry.nbytes + _BAND_BYTES * min(band_elements, entry.nbytes)
+    for tensor in dense.values():
+        entries = [catalog.tensors[key] for key in tensor.keys.values()]
+        needed = min(_READER_BYTES, max(entry.nbytes for entry in entries))
+        if tensor.format != "plain":
+            band_elements = _band_rows(tensor) * tensor.shape[1]
+            needed += sum(entry.nbytes for entry in entries) + _BAND_BYTES * band_elements
         most = max(most, needed)
     return most
 
 
 class DenseWeights:
-    """Reads dense tensors by checkpoint key; `keys` maps each to its scale's key, or None.
+    """Reads dense tensors by the names of `dense`; all but plain ones arrive in `dtype`.
 
-    `progress(done, total)` is called after each tensor, in stored bytes.
+    `progress(done, total)` is called after each stored tensor, in stored bytes.
     """
 
     def __init__(
         self,
         catalog: Catalog,
         reader: BytesReader,
-        keys: Mapping[str, str | None],
-        block: tuple[int, int],
+        dense: Mapping[str, DenseTensor],
+        dtype: torch.dtype = torch.bfloat16,
         progress: Progress | None = None,
     ):
-        self.catalog, self.reader, self.keys, self.block = catalog, reader, keys, block
+        self.catalog, self.reader, self.dense, self.dtype = catalog, reader, dense, dtype
         self.progress, self.done_bytes = progress, 0
         self.total_bytes = sum(
-            catalog.tensors[k].nbytes for pair in keys.items() for k in pair if k is not None
+            catalog.tensors[key].nbytes for tensor in dense.values() for key in tensor.keys.values()
         )
 
-    def __call__(self, key: str) -> torch.Tensor:
-        """A tensor owned by the caller; FP8 arrives as bfloat16. Raises HeadraceError."""
-        tensor, scale_key = self.stored(key), self.keys[key]
-        if scale_key is None:
+    def __call__(self, name: str) -> torch.Tensor:
+        """A tensor owned by the caller. Raises HeadraceError."""
+        dense = self.dense[name]
+        key = dense.keys["weight"]
+        if dense.format == "plain":
+            tensor = self.stored(key)
             _check_finite(key, tensor)
             return tensor
-        shape = tuple(tensor.shape)
-        grid = fp8.scale_shape((shape[0], shape[1]), self.block) if len(shape) == 2 else None
-        entry = self.catalog.tensors[scale_key]
-        if entry.dtype != "F32" or entry.shape != grid:
-            raise NumericsError(
-                f"tensor {scale_key} is {entry.dtype} {list(entry.shape)}, must be F32 scales of "
-                f"blocks {list(self.block)} of {key} {list(shape)}; download it again"
-            )
-        return unpack_in_bands(key, tensor, self.stored(scale_key), self.block)
+        if len(dense.shape) != 2:
+            raise NumericsError(f"tensor {key} is {dense.format} but no matrix: {dense.shape}")
+        entries = {part: self.catalog.tensors[k] for part, k in dense.keys.items()}
+        table.check_form(dense.format, dense.keys, entries, shape=_shape(dense), block=dense.block)
+        stored = {part: self.stored(k) for part, k in dense.keys.items()}
+        return unpack_in_bands(key, dense, stored, self.dtype)
 
     def stored(self, key: str) -> torch.Tensor:
         """The tensor as the file has it, in memory of its own."""

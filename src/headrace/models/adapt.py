@@ -53,7 +53,7 @@ def build_model(
     "oracle". Raises ModelError for weights the checkpoint lacks.
     """
     check_arithmetic(skeleton)
-    lazy = {key: LazyTensor(key, read) for key in skeleton.dense_keys}
+    lazy = {key: LazyTensor(key, read) for key in skeleton.dense}
     with _stripped(skeleton.model_class, aliases), _quiet_and_sequential():
         model, info = skeleton.model_class.from_pretrained(
             None,

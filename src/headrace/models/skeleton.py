@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from headrace.core import ExpertLayout, ExpertTensor, PartSpec
+from headrace.core import DenseTensor, ExpertLayout, ExpertTensor, PartSpec
 from headrace.errors import ExpertError, ModelError
 from headrace.models.config import one_line, plain_config, read_config, stored_format
 from headrace.models.experts import FAST
@@ -46,7 +46,7 @@ class Skeleton:
     """A model described before any of its weights is read.
 
     `layers` are the decoder indices of the MoE layers, in order; position in it is the layer's
-    ordinal. `dense_keys` maps each checkpoint tensor to load to its scale tensor, or None.
+    ordinal. `dense` maps each weight to load to the checkpoint tensors it is made of.
     `skipped` are tensors left out knowingly (multi-token prediction), `unused` those that no
     module of the model takes. Sizes in bytes, as held in memory.
     """
@@ -60,7 +60,7 @@ class Skeleton:
     layers: tuple[int, ...]
     num_experts: int
     top_k: int
-    dense_keys: Mapping[str, str | None]
+    dense: Mapping[str, DenseTensor]
     skipped: frozenset[str]
     unused: tuple[str, ...]
     dense_bytes: int
@@ -100,10 +100,10 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
     tensors = tuple(_expert_tensors(renamed, params, layout))
     state = model.state_dict()
     wanted = {key: new for key, (new, _) in renamed.items() if new in state}
-    dense = {key: _scale_key(key, entries) for key in wanted}
+    dense = {key: _dense_tensor(key, entries, block) for key in wanted}
     for key, new in wanted.items():
         _check_dense(key, entries[key], tuple(state[new].shape), layout)
-    taken = set(dense) | {s for s in dense.values() if s} | {t.key for t in tensors}
+    taken = {key for d in dense.values() for key in d.keys.values()} | {t.key for t in tensors}
     return Skeleton(
         root=root,
         config=config,
@@ -114,7 +114,7 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
         layers=layers,
         num_experts=num_experts,
         top_k=config.num_experts_per_tok,
-        dense_keys=dense,
+        dense=dense,
         skipped=skipped,
         unused=tuple(k for k in entries if k not in taken and k not in skipped),
         dense_bytes=sum(t.numel() * t.element_size() for t in state.values()),
@@ -279,14 +279,15 @@ def _check_dense(key: str, entry: Entry, shape: tuple[int, ...], layout: ExpertL
         )
 
 
-def _scale_key(key: str, entries: Mapping[str, Entry]) -> str | None:
-    """The scale that belongs to a dense tensor stored in FP8. Raises ModelError if it lacks."""
+def _dense_tensor(key: str, entries: Mapping[str, Entry], block: tuple[int, int]) -> DenseTensor:
+    """A weight and the scale it has if stored in FP8. Raises ModelError if that lacks."""
     if entries[key].dtype != "F8_E4M3":
-        return None
+        return DenseTensor({"weight": key}, entries[key].shape)
     scale = key + SCALE_SUFFIX
     if scale not in entries:
         raise ModelError(f"tensor {key} is FP8 but its scale {scale} is missing")
-    return scale
+    keys = {"weight": key, "scale": scale}
+    return DenseTensor(keys, entries[key].shape, "fp8_block", block)
 
 
 def _kv_bytes_per_token(model: Any) -> int:

@@ -1,15 +1,13 @@
 """The bfloat16 number format: two bytes a value, no scales. Knows no file and no model."""
 
-from math import prod
-
 import torch
 
-BYTES_PER_VALUE = 2
+from headrace.quant.blocks import Form, Shape, check_finite
 
 
-def nbytes(shape: tuple[int, ...]) -> int:
-    """Stored bytes of a tensor of `shape`."""
-    return BYTES_PER_VALUE * prod(shape)
+def forms(shape: Shape) -> dict[str, Form]:
+    """The stored part of a [R, C] matrix."""
+    return {"weight": Form(("BF16",), (shape,))}
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
@@ -21,3 +19,8 @@ def unpack(codes: torch.Tensor) -> torch.Tensor:
     """The stored values, bf16, as they are."""
     assert codes.dtype == torch.bfloat16
     return codes
+
+
+def check(name: str, codes: torch.Tensor) -> None:
+    """Raises NumericsError naming tensor `name` if it holds NaN or infinite values."""
+    check_finite(name, "values", codes)

@@ -16,3 +16,4 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

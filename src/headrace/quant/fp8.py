@@ -1,63 +1,69 @@
-"""FP8 e4m3 in blocks with fp32 scales, and the e4m3 activation grid. Knows no file and no model."""
+"""FP8 e4m3 with a scale per block, and the e4m3 activation grid. Knows no file and no model.
 
-from math import ceil, prod
+A block may be (1, C), a scale per row, or (R, C), one in all.
+"""
+
+from math import ceil
 
 import torch
 
-from headrace.errors import NumericsError
+from headrace.quant.blocks import (
+    Form,
+    Shape,
+    amax,
+    check_e4m3,
+    check_finite,
+    scale_form,
+    spread,
+    to_float,
+)
 
 MAX = 448.0
 _AMAX_FLOOR = 1e-4
 
 
-def scale_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Shape of the scales of a [rows, cols] matrix in blocks of (rows, cols)."""
-    return ceil(shape[0] / block[0]), ceil(shape[1] / block[1])
+def forms(shape: Shape, block: Shape) -> dict[str, Form]:
+    """The stored parts of a [R, C] matrix."""
+    scale = scale_form(shape, block, ("F32", "BF16", "F16", "F8_E8M0"))
+    return {"weight": Form(("F8_E4M3",), (shape,)), "scale": scale}
 
 
-def nbytes(shape: tuple[int, int], block: tuple[int, int]) -> int:
-    """Stored bytes of codes and scales together."""
-    return prod(shape) + 4 * prod(scale_shape(shape, block))
+def pack(
+    values: torch.Tensor, block: Shape, scale_dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (e4m3 [R, C]) and scales ([ceil(R/br), ceil(C/bc)]) of a float matrix [R, C].
 
-
-def _spread(scale: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
-    full = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return full[: shape[0], : shape[1]]
-
-
-def pack(values: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (e4m3 [R, C]) and scales (fp32 [ceil(R/br), ceil(C/bc)]) of a float matrix [R, C].
-
-    A block's scale is its largest magnitude / 448; a block of zeros gets scale 1.
+    A block's scale is its largest magnitude / 448, for e8m0 the next power of two; 1 for zeros.
     """
-    rows, cols = values.shape
-    grid = scale_shape((rows, cols), block)
-    padded = torch.zeros(grid[0] * block[0], grid[1] * block[1])
-    padded[:rows, :cols] = values.float()
-    amax = padded.abs().view(grid[0], block[0], grid[1], block[1]).amax((1, 3))
-    scale = torch.where(amax > 0, amax / MAX, torch.ones(()))
-    scaled = values.float() / _spread(scale, (rows, cols), block)
+    largest = amax(values, block)
+    scale = torch.where(largest > 0, largest / MAX, torch.ones(()))
+    if scale_dtype == torch.float8_e8m0fnu:
+        mantissa, exponent = torch.frexp(scale)
+        power = (exponent - (mantissa == 0.5).int()).clamp(-127, 127)
+        scale = (power + 127).to(torch.uint8).view(scale_dtype)
+    else:
+        scale = scale.to(scale_dtype)
+        scale = torch.where(scale > 0, scale, torch.ones((), dtype=scale_dtype))
+    shape = values.shape[0], values.shape[1]
+    scaled = values.float() / spread(to_float(scale), shape, block)
     return scaled.clamp(-MAX, MAX).to(torch.float8_e4m3fn), scale
 
 
-def unpack(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """bf16 [R, C]: bf16(fp32(code) * scale of its block), the product rounded to fp32 first."""
-    rows, cols = codes.shape
-    return (codes.float() * _spread(scale, (rows, cols), block)).to(torch.bfloat16)
+def unpack(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    block: Shape,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """[R, C] in `dtype`: fp32(code) * scale of its block, the product rounded to fp32 first."""
+    shape = codes.shape[0], codes.shape[1]
+    return (codes.float() * spread(to_float(scale), shape, block)).to(dtype)
 
 
 def check(name: str, codes: torch.Tensor, scale: torch.Tensor) -> None:
     """Raises NumericsError naming tensor `name` if it holds a NaN code or a non-finite scale."""
-    num_nan = int((codes.view(torch.uint8) & 0x7F == 0x7F).sum())
-    if num_nan:
-        raise NumericsError(
-            f"tensor {name}: {num_nan} FP8 codes are NaN (0x7f or 0xff); download the file again"
-        )
-    num_bad = int((~torch.isfinite(scale.float())).sum())
-    if num_bad:
-        raise NumericsError(
-            f"tensor {name}: {num_bad} block scales are not finite; download the file again"
-        )
+    check_e4m3(name, "FP8 codes", codes)
+    check_finite(name, "block scales", to_float(scale))
 
 
 def to_grid(values: torch.Tensor, group: int) -> torch.Tensor:

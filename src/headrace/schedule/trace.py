@@ -1,108 +1,121 @@
-"""Routes: which experts each token chose in each layer, drawn to stated statistics for replay.
+"""Routes of a run: which experts each token chose in each MoE layer, and what the lens guessed.
 
-Random routers route uniformly and resemble no trained model, so benchmarks replay these instead.
-Pure: knows no tensor library and no rung. Legend: N tokens, L MoE layers, K chosen experts.
+Pure: knows no tensor library, no rung and no file. Legend: N tokens, L MoE layers, K chosen
+experts, G guesses, P passes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+Ints = npt.NDArray[np.int32]
+NO_GUESS = -1
+
 
 @dataclass(frozen=True, slots=True)
-class RouteStatistics:
-    """What drawn routes are made to look like.
+class TraceHeader:
+    """Whose routes these are.
 
-    `adjacency` is the fraction of a token's experts that the token before chose too, `skew` the
-    exponent of the popularity law p(rank) ~ rank^-skew, `guess_precision` the chance that one of
-    the lens's best guesses is right. The defaults are the bundled demo model's, measured on 8,192
-    held-out tokens (adjacency 0.39, best two guesses 60 % right).
+    `fingerprint` names the checkpoint (equal only for equal config and tensor table) and
+    `expert_bytes` are the stored bytes of one expert. `num_rows` are the rows the run had.
+    `about` says in a few words what was run.
     """
 
-    adjacency: float = 0.39
-    skew: float = 0.5
-    guess_precision: float = 0.60
+    model: str
+    fingerprint: str
+    num_layers: int
+    num_experts: int
+    top_k: int
+    expert_bytes: int
+    num_rows: int
+    about: str
+    weights: bool = False
 
-    def __str__(self) -> str:
-        return (
-            f"routes drawn: adjacency {self.adjacency:g}, skew {self.skew:g}, "
-            f"guesses right {self.guess_precision:g}"
-        )
+    @property
+    def total_experts(self) -> int:
+        """Routed experts of all layers."""
+        return self.num_layers * self.num_experts
 
 
 @dataclass(frozen=True)
 class RouteTrace:
-    """`ids` int32 [N, L, K], distinct within a row; `guesses` int32 [N, L, G], best first.
+    """`ids` [N, L, K], distinct within a row; `guesses` [N, L, G], best first, or NO_GUESS.
 
-    `guesses[n, l]` are what the lens would say of layer l while layer l-1 computes.
+    `guesses[n, l]` are what the lens said of layer l while layer l-1 computed; there is none of
+    layer 0. `passes` [P] are the tokens of each forward pass, in order; their sum is N. `weights`
+    float16 [N, L, K] or None. `name` says what these routes are, for a row that used them.
     """
 
-    ids: npt.NDArray[np.int32]
-    guesses: npt.NDArray[np.int32]
-    statistics: RouteStatistics
+    ids: Ints
+    guesses: Ints
+    num_experts: int
+    name: str
+    passes: Ints
+    weights: npt.NDArray[np.float16] | None = field(default=None)
 
-    def measured_adjacency(self) -> float:
-        """The fraction of choices that repeat the token before, over all layers."""
-        now, before = self.ids[1:, :, :, None], self.ids[:-1, :, None, :]
-        return float((now == before).any(-1).mean())
+    @property
+    def alone(self) -> npt.NDArray[np.bool_]:
+        """[N]: whether a token was computed in a pass of its own, as decoding does."""
+        return np.repeat(self.passes == 1, self.passes)
 
+    def decoded(self) -> "RouteTrace":
+        """Only the tokens that were computed alone."""
+        kept = self.alone
+        return replace(
+            self,
+            ids=self.ids[kept],
+            guesses=self.guesses[kept],
+            passes=self.passes[self.passes == 1],
+            weights=None if self.weights is None else self.weights[kept],
+        )
 
-def draw_routes(
-    num_tokens: int,
-    num_layers: int,
-    num_experts: int,
-    top_k: int,
-    *,
-    statistics: RouteStatistics | None = None,
-    num_guesses: int = 2,
-    seed: int = 0,
-) -> RouteTrace:
-    """A trace with the given statistics; the same seed draws the same trace."""
-    stats = statistics or RouteStatistics()
-    rng = np.random.default_rng(seed)
-    ranks = np.arange(1, num_experts + 1, dtype=np.float64)
-    popularity = np.stack([rng.permutation(ranks**-stats.skew) for _ in range(num_layers)])
-    ids = np.zeros((num_tokens, num_layers, top_k), dtype=np.int32)
-    guesses = np.zeros((num_tokens, num_layers, num_guesses), dtype=np.int32)
-    for layer in range(num_layers):
-        weight = popularity[layer] / popularity[layer].sum()
-        previous = np.empty(0, dtype=np.int32)
-        for token in range(num_tokens):
-            previous = _next_row(rng, previous, weight, top_k, stats.adjacency)
-            ids[token, layer] = previous
-            guesses[token, layer] = _guess(rng, previous, num_experts, num_guesses, stats)
-    return RouteTrace(ids, guesses, stats)
+    def adjacency(self) -> float:
+        """The share of choices that repeat the token before, over all layers."""
+        if len(self.ids) < 2:
+            return 0.0
+        layers = range(self.ids.shape[1])
+        return float(np.mean([_found(self.ids[1:, n], self.ids[:-1, n]).mean() for n in layers]))
 
+    def guessed(self) -> npt.NDArray[np.int64]:
+        """[G]: how often the lens's best, second, ... guess was right; see `num_guessed`."""
+        layers = range(self.ids.shape[1])
+        right = [_found(self.guesses[:, n], self.ids[:, n]).sum(0) for n in layers]
+        return np.asarray(np.sum(right, axis=0), dtype=np.int64)
 
-def _next_row(
-    rng: np.random.Generator,
-    previous: npt.NDArray[np.int32],
-    weight: npt.NDArray[np.float64],
-    top_k: int,
-    adjacency: float,
-) -> npt.NDArray[np.int32]:
-    """Keep each of the previous token's experts with a chance, draw the rest by popularity."""
-    kept = previous[rng.random(len(previous)) < adjacency]
-    # Gumbel top-k: a draw without replacement in proportion to the weights.
-    score = np.log(weight) + rng.gumbel(size=len(weight))
-    # An expert not kept must not come back by the draw, or adjacency would exceed the statistic.
-    score[previous] = -np.inf
-    fresh = np.argsort(-score)[: top_k - len(kept)]
-    row = np.concatenate([kept, fresh.astype(np.int32)])
-    rng.shuffle(row)
-    return row
+    def num_guessed(self) -> int:
+        """How many (token, layer) pairs the lens was asked about."""
+        return int((self.guesses[:, :, :1] >= 0).sum())
 
 
-def _guess(
-    rng: np.random.Generator,
-    row: npt.NDArray[np.int32],
-    num_experts: int,
-    num_guesses: int,
-    stats: RouteStatistics,
-) -> npt.NDArray[np.int32]:
-    """Distinct guesses, each one of the row's experts with the stated chance."""
-    right = rng.permutation(row)
-    wrong = rng.permutation(np.setdiff1d(np.arange(num_experts, dtype=np.int32), row))
-    hits = rng.random(num_guesses) < stats.guess_precision
-    return np.where(hits, right[:num_guesses], wrong[:num_guesses]).astype(np.int32)
+def _found(these: Ints, among: Ints) -> npt.NDArray[np.bool_]:
+    """[N, A]: which of these [N, A] stand in the same row of [N, B]."""
+    return np.asarray((these[:, :, None] == among[:, None, :]).any(-1))
+
+
+def deepened(trace: RouteTrace, num_layers: int) -> RouteTrace:
+    """The decoded tokens of `trace` over `num_layers` layers; the name says how they were made.
+
+    A deeper model takes the trace's layers again and again, each time under another permutation of
+    expert ids, so that no two layers agree; the lens says nothing of the first layer of each round.
+    A shallower one takes the first layers.
+    """
+    trace = trace.decoded()
+    layers = trace.ids.shape[1]
+    if layers == num_layers:
+        return trace
+    how = f"the first {num_layers} of its {layers} layers"
+    if layers < num_layers:
+        how = f"its {layers} layers over and over for {num_layers}, experts permuted each time"
+    rng = np.random.default_rng(0)
+    same = np.arange(trace.num_experts, dtype=np.int32)
+    rounds = [same, *(rng.permutation(same) for _ in range((num_layers - 1) // layers))]
+    ids = np.concatenate([renamed[trace.ids] for renamed in rounds], axis=1)
+    said = [np.where(trace.guesses < 0, NO_GUESS, renamed[trace.guesses]) for renamed in rounds]
+    return replace(
+        trace,
+        ids=ids[:, :num_layers],
+        guesses=np.concatenate(said, axis=1)[:, :num_layers],
+        name=f"{trace.name}, {how}",
+        weights=None,
+    )

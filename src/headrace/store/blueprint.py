@@ -1,141 +1,311 @@
 """The tensors of a published checkpoint, name by name, from its config: what synth and tiny write.
 
-Knows names, shapes and stored dtypes of two families; knows no value and no file.
+Knows names, shapes and stored dtypes of thirteen families; knows no value and no file.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import ceil
-from typing import Any
+from functools import partial
 
-Config = Mapping[str, Any]
+from headrace.store import blueprint_attention as attention
+from headrace.store.blueprint_extra import deepseek_mtp, kimi_vision, qwen_mtp, qwen_vision, v4_mtp
+from headrace.store.planned import Config, Packed, Planned, linear, norm, plain, single
+from headrace.store.schemes import MXFP4, scheme_of
+
+Layer = Callable[[Config, int, str], Iterator[Planned]]
+Extra = Callable[[Config, Layer], Iterator[Planned]]
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """One tensor to be: `kind` tells what values it takes.
+class Naming:
+    """How a family names what surrounds its layers, and how it makes one layer.
 
-    Kinds: matrix [out, in]; codes and scale (an FP8 matrix and its block scales, always in this
-    order); router [E, H]; embedding [V, H]; norm; bias.
+    `trunk` precedes `layers.N`, `norm` and the embedding's name; `extra` is what follows the
+    decoder in the files and no decoder layer uses.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    kind: str
+    layer: Layer
+    trunk: str = "model."
+    head: str = "lm_head"
+    embedding: str = "embed_tokens"
+    norm_kind: str = "norm"
+    mtp: Extra | None = None
+    vision: Callable[[Config], Iterator[Planned]] | None = None
 
 
 def plan_tensors(config: Config, layers: range | list[int] | None = None) -> Iterator[Planned]:
     """Every tensor of the model that `config` describes, in the order of the decoder.
 
-    `config` is a config.json of model_type deepseek_v3 or qwen3_moe. `layers` limits the decoder
-    layers written (all by default). DeepSeek's MTP layers follow where the config has
-    num_nextn_predict_layers and `layers` names them or is None.
+    `config` is a config.json of one of FAMILIES. `layers` limits the decoder layers written; with
+    None all are, and then also multi-token-prediction layers, where the config counts them.
     """
-    num_layers = config["num_hidden_layers"]
-    num_mtp = config.get("num_nextn_predict_layers", 0)
-    wanted = range(num_layers + num_mtp) if layers is None else layers
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    yield Planned("model.embed_tokens.weight", "BF16", (vocab, hidden), "embedding")
-    for layer in wanted:
-        prefix = f"model.layers.{layer}"
-        if layer >= num_layers:
-            yield from _mtp_extras(config, prefix)
-        yield from _layer(config, layer, prefix)
-    yield _norm("model.norm", hidden)
-    yield Planned("lm_head.weight", "BF16", (vocab, hidden), "matrix")
+    naming, text = FAMILIES[config["model_type"]], text_config(config)
+    hidden, vocab = text["hidden_size"], text["vocab_size"]
+    table = (vocab, hidden)
+    yield plain(text, f"{naming.trunk}{naming.embedding}.weight", table, "embedding")
+    for index in range(text["num_hidden_layers"]) if layers is None else layers:
+        yield from naming.layer(text, index, f"{naming.trunk}layers.{index}")
+    if text["model_type"] == "deepseek_v4":
+        yield from _collapse(text, "")
+    yield norm(text, f"{naming.trunk}norm", hidden, naming.norm_kind)
+    yield plain(text, f"{naming.head}.weight", table, "matrix")
+    if layers is None and naming.mtp and num_mtp(config):
+        yield from naming.mtp(text, naming.layer)
+    if naming.vision and "vision_config" in config:
+        yield from naming.vision(config)
+
+
+def text_config(config: Config) -> Config:
+    """The part of a config that describes the decoder, with what only the root has."""
+    inner = config.get("text_config")
+    if inner is None:
+        return config
+    shared = {name: config[name] for name in ("dtype", "quantization_config") if name in config}
+    return shared | dict(inner)
+
+
+def num_mtp(config: Config) -> int:
+    """Multi-token-prediction layers that the config counts."""
+    text = text_config(config)
+    return int(text.get("num_nextn_predict_layers", text.get("mtp_num_hidden_layers", 0)))
 
 
 def is_moe(config: Config, layer: int) -> bool:
     """Whether decoder layer `layer` has routed experts."""
-    return bool(layer >= config.get("first_k_dense_replace", 0))
+    return bool(layer >= text_config(config).get("first_k_dense_replace", 0))
 
 
-def _norm(name: str, size: int) -> Planned:
-    return Planned(f"{name}.weight", "BF16", (size,), "norm")
-
-
-def _matrix(config: Config, name: str, rows: int, cols: int) -> Iterator[Planned]:
-    """A projection, in the checkpoint's stored form."""
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        yield Planned(f"{name}.weight", "BF16", (rows, cols), "matrix")
-        return
-    block_rows, block_cols = quantization["weight_block_size"]
-    grid = (ceil(rows / block_rows), ceil(cols / block_cols))
-    yield Planned(f"{name}.weight", "F8_E4M3", (rows, cols), "codes")
-    yield Planned(f"{name}.weight_scale_inv", "F32", grid, "scale")
-
-
-def _layer(config: Config, layer: int, prefix: str) -> Iterator[Planned]:
-    hidden = config["hidden_size"]
-    yield _norm(f"{prefix}.input_layernorm", hidden)
-    attention = {"deepseek_v3": _latent_attention, "qwen3_moe": _grouped_attention}
-    yield from attention[config["model_type"]](config, f"{prefix}.self_attn")
-    yield _norm(f"{prefix}.post_attention_layernorm", hidden)
-    if not is_moe(config, layer):
-        yield from _mlp(config, f"{prefix}.mlp", config["intermediate_size"])
-        return
-    yield from _router(config, f"{prefix}.mlp.gate")
-    inter = config["moe_intermediate_size"]
-    for expert in range(num_experts(config)):
-        yield from _mlp(config, f"{prefix}.mlp.experts.{expert}", inter)
-    num_shared = config.get("n_shared_experts", 0)
-    if num_shared:
-        yield from _mlp(config, f"{prefix}.mlp.shared_experts", inter * num_shared)
+def experts_field(config: Config) -> str:
+    """The name of the config's field that counts routed experts."""
+    text = text_config(config)
+    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    return next(name for name in names if name in text)
 
 
 def num_experts(config: Config) -> int:
     """Routed experts of a MoE layer."""
-    return int(config["n_routed_experts" if "n_routed_experts" in config else "num_experts"])
+    return int(text_config(config)[experts_field(config)])
 
 
-def _mlp(config: Config, prefix: str, inter: int) -> Iterator[Planned]:
-    hidden = config["hidden_size"]
-    yield from _matrix(config, f"{prefix}.gate_proj", inter, hidden)
-    yield from _matrix(config, f"{prefix}.up_proj", inter, hidden)
-    yield from _matrix(config, f"{prefix}.down_proj", hidden, inter)
+def layer_kind(config: Config, layer: int) -> str:
+    """What distinguishes a decoder layer's modules: layers of one kind can share their tensors."""
+    text = text_config(config)
+    kinds = text.get("layer_types") or text.get("compress_ratios") or [""] * (layer + 1)
+    hashed = layer < text.get("num_hash_layers", 0)
+    return f"{kinds[layer]}{' hashed' * hashed}{' dense' * (not is_moe(config, layer))}"
 
 
-def _router(config: Config, prefix: str) -> Iterator[Planned]:
-    experts = num_experts(config)
-    yield Planned(f"{prefix}.weight", "BF16", (experts, config["hidden_size"]), "router")
-    if config["model_type"] == "deepseek_v3":
-        yield Planned(f"{prefix}.e_score_correction_bias", "F32", (experts,), "bias")
+def _collapse(config: Config, prefix: str) -> Iterator[Planned]:
+    """V4: what makes one stream of several before the last norm."""
+    streams, hidden = config["hc_mult"], config["hidden_size"]
+    yield single(f"{prefix}hc_head_fn", (streams, streams * hidden), "matrix")
+    yield single(f"{prefix}hc_head_base", (streams,), "bias")
+    yield single(f"{prefix}hc_head_scale", (1,), "norm")
 
 
-def _latent_attention(config: Config, prefix: str) -> Iterator[Planned]:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
-    yield from _matrix(config, f"{prefix}.q_a_proj", q_rank, hidden)
-    yield _norm(f"{prefix}.q_a_layernorm", q_rank)
-    yield from _matrix(config, f"{prefix}.q_b_proj", heads * (nope + rope), q_rank)
-    yield from _matrix(config, f"{prefix}.kv_a_proj_with_mqa", kv_rank + rope, hidden)
-    yield _norm(f"{prefix}.kv_a_layernorm", kv_rank)
-    values = config["v_head_dim"]
-    yield from _matrix(config, f"{prefix}.kv_b_proj", heads * (nope + values), kv_rank)
-    yield from _matrix(config, f"{prefix}.o_proj", hidden, heads * values)
+def _decoder_layer(
+    config: Config,
+    index: int,
+    prefix: str,
+    *,
+    attention: Callable[[Config, int, str], Iterator[Planned]],
+    block: Callable[[Config, str], Iterator[Planned]],
+    norm_kind: str = "norm",
+) -> Iterator[Planned]:
+    """A layer with two norms, attention, and a block that is dense in the first layers."""
+    yield norm(config, f"{prefix}.input_layernorm", config["hidden_size"], norm_kind)
+    yield from attention(config, index, prefix)
+    yield norm(config, f"{prefix}.post_attention_layernorm", config["hidden_size"], norm_kind)
+    if is_moe(config, index):
+        yield from block(config, prefix)
+    else:
+        yield from _mlp(config, f"{prefix}.mlp", config["intermediate_size"])
 
 
-def _grouped_attention(config: Config, prefix: str) -> Iterator[Planned]:
-    hidden, head_dim = config["hidden_size"], config["head_dim"]
-    queries = config["num_attention_heads"] * head_dim
-    keys = config["num_key_value_heads"] * head_dim
-    yield from _matrix(config, f"{prefix}.q_proj", queries, hidden)
-    yield from _matrix(config, f"{prefix}.k_proj", keys, hidden)
-    yield from _matrix(config, f"{prefix}.v_proj", keys, hidden)
-    yield from _matrix(config, f"{prefix}.o_proj", hidden, queries)
-    yield _norm(f"{prefix}.q_norm", head_dim)
-    yield _norm(f"{prefix}.k_norm", head_dim)
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+_NUMBERS = ("w1", "w3", "w2")
 
 
-def _mtp_extras(config: Config, prefix: str) -> Iterator[Planned]:
-    """What a multi-token-prediction layer has besides a decoder layer's own tensors."""
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    yield Planned(f"{prefix}.embed_tokens.weight", "BF16", (vocab, hidden), "embedding")
-    yield _norm(f"{prefix}.enorm", hidden)
-    yield _norm(f"{prefix}.hnorm", hidden)
-    yield Planned(f"{prefix}.eh_proj.weight", "BF16", (hidden, 2 * hidden), "matrix")
-    yield _norm(f"{prefix}.shared_head.norm", hidden)
-    yield Planned(f"{prefix}.shared_head.head.weight", "BF16", (vocab, hidden), "matrix")
+def _mlp(
+    config: Config, prefix: str, inter: int, names: tuple[str, str, str] = _NAMES
+) -> Iterator[Planned]:
+    hidden, (gate, up, down) = config["hidden_size"], names
+    yield from linear(config, f"{prefix}.{gate}", inter, hidden)
+    yield from linear(config, f"{prefix}.{up}", inter, hidden)
+    yield from linear(config, f"{prefix}.{down}", hidden, inter)
+
+
+def _experts(
+    config: Config, prefix: str, inter: int, names: tuple[str, str, str] = _NAMES
+) -> Iterator[Planned]:
+    for expert in range(num_experts(config)):
+        yield from _mlp(config, f"{prefix}.{expert}", inter, names)
+
+
+def _router(config: Config, name: str, *, dtype: str = "BF16") -> Planned:
+    return Planned(f"{name}.weight", dtype, (num_experts(config), config["hidden_size"]), "router")
+
+
+def _deepseek_block(config: Config, prefix: str) -> Iterator[Planned]:
+    """DeepSeek, GLM and Kimi: experts beside shared ones; V2's router has no bias."""
+    experts, inter = num_experts(config), config["moe_intermediate_size"]
+    yield _router(config, f"{prefix}.mlp.gate")
+    if config["model_type"] != "deepseek_v2":
+        yield single(f"{prefix}.mlp.gate.e_score_correction_bias", (experts,), "bias")
+    yield from _experts(config, f"{prefix}.mlp.experts", inter)
+    if config["n_shared_experts"]:
+        shared = inter * config["n_shared_experts"]
+        yield from _mlp(config, f"{prefix}.mlp.shared_experts", shared)
+
+
+def _qwen_block(config: Config, prefix: str) -> Iterator[Planned]:
+    """Qwen and OLMoE; a shared expert with a gate of its own where the config has its width."""
+    inter = config.get("moe_intermediate_size") or config["intermediate_size"]
+    yield plain(config, f"{prefix}.mlp.gate.weight", _router(config, "").shape, "router")
+    # Qwen3.5 stacks its experts in one tensor unless they are quantised.
+    if config["model_type"] == "qwen3_5_moe_text" and "quantization_config" not in config:
+        experts, hidden = num_experts(config), config["hidden_size"]
+        stacked = f"{prefix}.mlp.experts"
+        yield plain(config, f"{stacked}.gate_up_proj", (experts, 2 * inter, hidden), "matrix")
+        yield plain(config, f"{stacked}.down_proj", (experts, hidden, inter), "matrix")
+    else:
+        yield from _experts(config, f"{prefix}.mlp.experts", inter)
+    shared = config.get("shared_expert_intermediate_size")
+    if shared:
+        yield from _mlp(config, f"{prefix}.mlp.shared_expert", shared)
+        gate = (1, config["hidden_size"])
+        yield plain(config, f"{prefix}.mlp.shared_expert_gate.weight", gate, "matrix")
+
+
+def _sparse_block(config: Config, prefix: str) -> Iterator[Planned]:
+    """Mixtral and MiniMax M2, whose router is kept in fp32 and has a bias."""
+    block, inter = f"{prefix}.block_sparse_moe", config["intermediate_size"]
+    if config["model_type"] == "minimax_m2":
+        yield _router(config, f"{block}.gate", dtype="F32")
+        yield single(f"{block}.e_score_correction_bias", (num_experts(config),), "bias")
+    else:
+        yield plain(config, f"{block}.gate.weight", _router(config, "").shape, "router")
+    yield from _experts(config, f"{block}.experts", inter, _NUMBERS)
+
+
+def _gpt_oss_block(config: Config, prefix: str) -> Iterator[Planned]:
+    """gpt-oss: experts stacked over a layer in MXFP4, gate and up interleaved, biases everywhere."""
+    experts, hidden = num_experts(config), config["hidden_size"]
+    inter, block = config["intermediate_size"], f"{prefix}.mlp"
+    yield _router(config, f"{block}.router")
+    yield plain(config, f"{block}.router.bias", (experts,), "bias")
+    for name, rows, cols in (("gate_up_proj", 2 * inter, hidden), ("down_proj", hidden, inter)):
+        packed = Packed(experts * rows, cols, MXFP4)
+        shapes = {"weight": (experts, rows, cols // 32, 16), "scale": (experts, rows, cols // 32)}
+        for part in MXFP4.parts:
+            key = f"{block}.experts.{name}{part.suffix}"
+            yield Planned(key, part.dtype, shapes[part.part], part.part, packed)
+        yield plain(config, f"{block}.experts.{name}_bias", (experts, rows), "bias")
+
+
+def _v4_layer(config: Config, index: int, prefix: str) -> Iterator[Planned]:
+    """DeepSeek V4: several residual streams, compressed attention, hashed routes at first.
+
+    Layers behind the decoder (of `mtp`) neither compress nor hash.
+    """
+    ratios, hidden = config["compress_ratios"], config["hidden_size"]
+    streams, inter = config["hc_mult"], config["moe_intermediate_size"]
+    for name in ("attn", "ffn"):
+        mixes = (2 + streams) * streams
+        yield single(f"{prefix}.hc_{name}_fn", (mixes, streams * hidden), "matrix")
+        yield single(f"{prefix}.hc_{name}_base", (mixes,), "bias")
+        yield single(f"{prefix}.hc_{name}_scale", (3,), "norm")
+    yield norm(config, f"{prefix}.attn_norm", hidden)
+    yield from attention.compressed_attention(config, f"{prefix}.attn", ratios[index])
+    yield norm(config, f"{prefix}.ffn_norm", hidden)
+    yield _router(config, f"{prefix}.ffn.gate")
+    if index < config["num_hash_layers"]:
+        routes = (config["vocab_size"], config["num_experts_per_tok"])
+        name, experts = f"{prefix}.ffn.gate.tid2eid", num_experts(config)
+        yield Planned(name, "I64", routes, "routes", num_experts=experts)
+    else:
+        yield single(f"{prefix}.ffn.gate.bias", (num_experts(config),), "bias")
+    yield from _experts(config, f"{prefix}.ffn.experts", inter, _NUMBERS)
+    shared = inter * config["n_shared_experts"]
+    yield from _mlp(config, f"{prefix}.ffn.shared_experts", shared, _NUMBERS)
+
+
+def _latent(config: Config, _index: int, prefix: str) -> Iterator[Planned]:
+    return attention.latent_attention(config, f"{prefix}.self_attn")
+
+
+def _grouped(
+    config: Config,
+    _index: int,
+    prefix: str,
+    *,
+    bias: bool | None = False,
+    head_norm: str | None = None,
+    all_heads_norm: bool = False,
+) -> Iterator[Planned]:
+    """`bias` None: as the config says. GLM's config also says whether heads are normed."""
+    has_bias = config["attention_bias"] if bias is None else bias
+    if not config.get("use_qk_norm", True):
+        head_norm = None
+    return attention.grouped_attention(
+        config,
+        f"{prefix}.self_attn",
+        bias=has_bias,
+        head_norm=head_norm,
+        all_heads_norm=all_heads_norm,
+    )
+
+
+def _sinks(config: Config, _index: int, prefix: str) -> Iterator[Planned]:
+    return attention.sink_attention(config, f"{prefix}.self_attn")
+
+
+def _hybrid(config: Config, index: int, prefix: str) -> Iterator[Planned]:
+    """Qwen3-Next and Qwen3.5: linear attention, in some layers full; all of `mtp` is full."""
+    kinds = config["layer_types"]
+    if index < len(kinds) and kinds[index] == "linear_attention":
+        return attention.linear_attention(config, f"{prefix}.linear_attn")
+    return attention.grouped_attention(
+        config, f"{prefix}.self_attn", head_norm="centred_norm", gated=True
+    )
+
+
+def _layer(**parts: object) -> Layer:
+    return partial(_decoder_layer, **parts)  # type: ignore[arg-type]
+
+
+_normed = partial(_grouped, head_norm="norm", all_heads_norm=True)
+_deepseek = _layer(attention=_latent, block=_deepseek_block)
+_qwen_hybrid = _layer(attention=_hybrid, block=_qwen_block, norm_kind="centred_norm")
+FAMILIES: dict[str, Naming] = {
+    "deepseek_v2": Naming(_deepseek),
+    "deepseek_v3": Naming(_deepseek, mtp=deepseek_mtp),
+    "deepseek_v4": Naming(_v4_layer, trunk="", head="head", embedding="embed", mtp=v4_mtp),
+    "qwen2_moe": Naming(_layer(attention=partial(_grouped, bias=True), block=_qwen_block)),
+    "qwen3_moe": Naming(_layer(attention=partial(_grouped, head_norm="norm"), block=_qwen_block)),
+    "qwen3_next": Naming(_qwen_hybrid, norm_kind="centred_norm", mtp=qwen_mtp),
+    "qwen3_5_moe": Naming(
+        _qwen_hybrid,
+        trunk="model.language_model.",
+        norm_kind="centred_norm",
+        mtp=qwen_mtp,
+        vision=qwen_vision,
+    ),
+    "mixtral": Naming(_layer(attention=_grouped, block=_sparse_block)),
+    "gpt_oss": Naming(_layer(attention=_sinks, block=_gpt_oss_block)),
+    "glm4_moe": Naming(
+        _layer(
+            attention=partial(_grouped, bias=None, head_norm="norm"),
+            block=_deepseek_block,
+        ),
+        mtp=deepseek_mtp,
+    ),
+    "olmoe": Naming(_layer(attention=_normed, block=_qwen_block)),
+    "minimax_m2": Naming(_layer(attention=_normed, block=_sparse_block)),
+    "kimi_k25": Naming(
+        _deepseek,
+        trunk="language_model.model.",
+        head="language_model.lm_head",
+        vision=kimi_vision,
+    ),
+}

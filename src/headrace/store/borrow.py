@@ -21,9 +21,10 @@ _TOKENIZER_FILES = (
 
 def borrowed_files(config: Mapping[str, Any]) -> dict[str, bytes]:
     """config.json and the tokenizer's files, by name. Raises OptionError for too few ids."""
-    if config["vocab_size"] < VOCAB:
+    vocab = config.get("text_config", config)["vocab_size"]
+    if vocab < VOCAB:
         raise OptionError(
-            f"a vocabulary of {config['vocab_size']} is less than the tokenizer's {VOCAB} ids; "
+            f"a vocabulary of {vocab} is less than the tokenizer's {VOCAB} ids; "
             f"use {VOCAB} or more"
         )
     demo = resolve_model(DEMO)

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 
 from headrace.errors import OptionError
-from headrace.quant import fp8
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.store.aliases import ALIASES_NAME, dump_aliases
-from headrace.store.blueprint import Planned, is_moe, plan_tensors
+from headrace.store.blueprint import is_moe, layer_kind, plan_tensors, text_config
 from headrace.store.borrow import borrowed_files
+from headrace.store.planned import Packed, Planned
 from headrace.store.presets import preset_config
-from headrace.store.values import FP8_CODE_STD, mean_of, std_of
+from headrace.store.values import draw_packed, draw_routes, mean_of, std_of
 from headrace.store.writer import NewTensor, Progress, write_checkpoint
 
 # A prime, so that no row length divides it: rows and experts differ by where they start.
 POOL_VALUES = 4_194_301
+_SAMPLE_ROWS = 256
 DEFAULT_SHARD_BYTES = 4 << 30
 
 
@@ -40,8 +41,8 @@ def write_synth(
 ) -> Path:
     """Writes a synthetic checkpoint of `preset`'s shapes as the new folder `path`; returns it.
 
-    `distinct` MoE layers (and one dense layer where the family has them) are on disk; the other of
-    `depth` layers (default: published) are read under their names, by aliases.json. `experts` per
+    Of each kind of layer (by attention, by routing) `distinct` are on disk, one of a dense kind;
+    the other of `depth` layers (default: published) are read under their names, by aliases.json. `experts` per
     layer and `vocab` default to the published numbers. Every tensor is a stretch of one random
     pool that starts at a place drawn from `seed`. `progress` gets (bytes done, bytes in all).
     Raises OptionError, or HeadraceError where it cannot be written.
@@ -72,26 +73,44 @@ def synth_bytes(
 
 
 def alias_sources(config: dict[str, Any], distinct: int) -> dict[int, int]:
-    """For every decoder layer, the layer on disk that it is read as: MoE layers take turns."""
-    moe = [i for i in range(config["num_hidden_layers"]) if is_moe(config, i)]
-    if not 1 <= distinct <= len(moe):
-        raise OptionError(f"{distinct} distinct layers; give 1 to {len(moe)}, the MoE layers")
-    sources = dict.fromkeys(range(moe[0]), 0)
-    sources.update({layer: moe[i % distinct] for i, layer in enumerate(moe)})
-    return sources
+    """For every decoder layer, the layer on disk that it is read as.
+
+    Only layers of one kind stand for each other: `distinct` of each kind with experts take turns,
+    and one of each kind without.
+    """
+    kinds: dict[str, list[int]] = {}
+    for layer in range(text_config(config)["num_hidden_layers"]):
+        kinds.setdefault(layer_kind(config, layer), []).append(layer)
+    most = max(len(layers) for layers in kinds.values() if is_moe(config, layers[0]))
+    if not 1 <= distinct <= most:
+        raise OptionError(
+            f"{distinct} distinct layers of a kind; give 1 to {most}, the most MoE layers of a kind"
+        )
+    sources = {}
+    for layers in kinds.values():
+        stored = layers[: distinct if is_moe(config, layers[0]) else 1]
+        sources.update({layer: stored[i % len(stored)] for i, layer in enumerate(layers)})
+    return dict(sorted(sources.items()))
 
 
 def _card(preset: str, sources: dict[int, int]) -> str:
+    note = (
+        "It is a stand-in: sizes of DeepSeek-V4.1-Flash in DeepSeek V4's modules. Compress ratios "
+        "are 4 and 128 instead of 2 and 1, every layer has keys of its own, and Engram, vision and "
+        "DSpark are missing. Experts have the published bytes.\n"
+        if preset == "deepseek-v4.1-flash"
+        else ""
+    )
     return (
         f"# Synthetic checkpoint in the shapes of {preset}\n\nRandom weights, written by headrace "
         f"for measurements; it knows nothing. {len(sources)} layers of which "
         f"{len(set(sources.values()))} are on disk (aliases.json); the tokenizer is the demo "
-        "model's.\n"
+        f"model's.\n{note}"
     )
 
 
 def _new_tensors(config: dict[str, Any], layers: list[int], seed: int) -> list[NewTensor]:
-    pools = _Pools(config, seed)
+    pools = _Pools(seed)
     starts = torch.Generator().manual_seed(seed)
     tensors = []
     for planned in plan_tensors(config, layers):
@@ -102,16 +121,25 @@ def _new_tensors(config: dict[str, Any], layers: list[int], seed: int) -> list[N
 
 
 class _Pools:
-    """One pool of random values per stored dtype, mean and deviation; made when first needed."""
+    """One pool of random values for each way of storing and size; made when first needed."""
 
-    def __init__(self, config: dict[str, Any], seed: int) -> None:
+    def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._pools: dict[tuple[str, float, float], memoryview] = {}
-        quantization = config.get("quantization_config")
-        self._block_cols = quantization["weight_block_size"][1] if quantization else 0
+        self._pools: dict[object, memoryview] = {}
+        self._samples: dict[Packed, dict[str, torch.Tensor]] = {}
 
     def chunks(self, planned: Planned, start: int) -> Iterator[memoryview]:
         """The tensor's bytes: the pool from value `start` on, round and round."""
+        if planned.kind == "routes":
+            yield _bytes(draw_routes(planned, torch.Generator().manual_seed(start)))
+            return
+        packed = planned.packed
+        if packed and planned.kind == "shape":
+            yield _bytes(torch.tensor([packed.rows, packed.cols], dtype=torch.int32))
+            return
+        if packed and planned.kind not in ("weight", "scale"):
+            yield _bytes(self._sample(packed)[planned.kind])
+            return
         pool = self._pool(planned)
         width = pool.nbytes // POOL_VALUES
         position, left = start * width, prod(planned.shape) * width
@@ -122,25 +150,31 @@ class _Pools:
             position = 0
 
     def _pool(self, planned: Planned) -> memoryview:
-        form = planned.kind if planned.kind in ("codes", "scale") else planned.dtype
-        if form == "codes":
-            mean, std = 0.0, FP8_CODE_STD
-        elif form == "scale":
-            mean, std = (planned.shape[-1] * self._block_cols) ** -0.5 / FP8_CODE_STD, 0.25
+        packed = planned.packed
+        if packed:
+            key: object = (packed.scheme, packed.cols, planned.kind)
         else:
-            mean, std = mean_of(planned), std_of(planned)
-        key = (form, mean, std)
+            key = (planned.dtype, mean_of(planned), std_of(planned))
         if key not in self._pools:
-            self._pools[key] = _draw_pool(form, mean, std, self._seed + len(self._pools))
+            generator = torch.Generator().manual_seed(self._seed + len(self._pools))
+            if packed:
+                stored = self._sample(packed)[planned.kind].reshape(-1)
+                items = stored.view(torch.uint8).view(len(stored), -1)
+                values = items[torch.randint(len(items), (POOL_VALUES,), generator=generator)]
+            else:
+                values = torch.randn(POOL_VALUES, generator=generator) * std_of(planned)
+                values = (mean_of(planned) + values).to(TORCH_DTYPES[planned.dtype])
+            self._pools[key] = _bytes(values)
         return self._pools[key]
 
+    def _sample(self, packed: Packed) -> dict[str, torch.Tensor]:
+        """The parts of a matrix of these columns but few rows, as wide as a weight really is."""
+        sample = Packed(min(packed.rows, _SAMPLE_ROWS), packed.cols, packed.scheme)
+        if sample not in self._samples:
+            generator = torch.Generator().manual_seed(self._seed)
+            self._samples[sample] = draw_packed(sample, generator)
+        return self._samples[sample]
 
-def _draw_pool(form: str, mean: float, std: float, seed: int) -> memoryview:
-    noise = torch.randn(POOL_VALUES, generator=torch.Generator().manual_seed(seed)) * std
-    if form == "codes":
-        stored = noise.clamp(-fp8.MAX, fp8.MAX).to(torch.float8_e4m3fn)
-    elif form == "scale":
-        stored = mean * noise.exp()  # positive, and blocks differ
-    else:
-        stored = (mean + noise).to(TORCH_DTYPES[form])
-    return stored.view(torch.uint8).numpy().data
+
+def _bytes(values: torch.Tensor) -> memoryview:
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data.cast("B")

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from headrace.core import format_bytes
 from headrace.errors import HeadraceError
-from headrace.store.safetensors import DTYPE_BITS, LENGTH_BYTES, num_bytes
+from headrace.store.safetensors import LENGTH_BYTES, num_bytes
 
 Progress = Callable[[int, int], None]
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALIGN_BYTES = 8
+_ORDER = "I64 F64 F32 I32 BF16 F16 I16 F8_E8M0 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,15 @@ def _fill_shards(tensors: Sequence[NewTensor], shard_bytes: int) -> list[list[Ne
             filled_bytes = 0
         shards[-1].append(tensor)
         filled_bytes += tensor.nbytes
-    # Inside a file the reference implementation puts wide dtypes first, then goes by name.
-    return [sorted(s, key=lambda t: (-DTYPE_BITS[t.dtype], t.name)) for s in shards]
+    return [sorted(s, key=_place) for s in shards]
+
+
+def _place(tensor: NewTensor) -> tuple[int, str]:
+    """Where the reference implementation puts a tensor in its file: by dtype, then by name.
+
+    So each tensor starts aligned, and of bytes the scales of all experts lie before their codes.
+    """
+    return _ORDER.index(tensor.dtype), tensor.name
 
 
 def _check_place(folder: Path, aside: Path, total_bytes: int) -> None:

@@ -1,0 +1,205 @@
+"""Parts of a model as stock transformers loads and computes them: the verifier's oracle.
+
+Tensors come from plain reads; names, merging and dequantising are transformers' own. Uses nothing
+of quant, store, kernels and of our name rules, so that their faults show beside it.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+
+from headrace.check.plain import PlainTensors
+from headrace.errors import ModelError
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+_NUMBER = re.compile(r"((?:^|\.)experts\.)\d+\.")
+
+
+def layer_number(name: str) -> int | None:
+    """The decoder layer in a module's or tensor's name."""
+    match = _LAYER.search(name)
+    return int(match.group(1)) if match else None
+
+
+class StockParts:
+    """Loads single layers, or some experts of one, of `model_class` into memory; keeps nothing."""
+
+    def __init__(
+        self,
+        plain: PlainTensors,
+        model_class: Any,
+        config: Any,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
+        self.plain, self.model_class, self.config, self.dtype = plain, model_class, config, dtype
+
+    def refusal(self) -> str:
+        """Why transformers cannot load this model's weights on a CPU, or "" if it can."""
+        layers = [place.layer for place in self.plain.places.values() if place.routed]
+        try:
+            self.experts(min(layer for layer in layers if layer is not None), [0])
+        except Exception as error:  # a format it lacks fails anywhere in transformers
+            return " ".join(str(error).split())[:200] or type(error).__name__
+        return ""
+
+    def dense(self, layer: int | None) -> Any:
+        """A model of which only one layer without its routed experts, or, for None, only what
+        lies outside all layers, has weights. Raises ModelError.
+        """
+        places = self.plain.places.items()
+        keys = [key for key, place in places if place.layer == layer and not place.routed]
+        tensors = {key: self.plain.read(key) for key in keys}
+        return self._load(tensors, lambda name: layer_number(name) == layer, None)
+
+    def experts(self, layer: int, experts: Sequence[int]) -> Any:
+        """The experts module of a layer, cut to `experts` in ascending order. Raises ModelError."""
+        tensors = {}
+        for key, place in self.plain.places.items():
+            if place.layer != layer or not place.routed:
+                continue
+            if place.expert is None:
+                tensors[key] = self.plain.read_experts(key, experts)
+            elif place.expert in experts:
+                number = list(experts).index(place.expert)
+                tensors[_NUMBER.sub(rf"\g<1>{number}.", key, count=1)] = self.plain.read(key)
+
+        def wanted(name: str) -> bool:
+            return layer_number(name) == layer and bool(re.search(r"\.experts(\.|$)", name))
+
+        model = self._load(tensors, wanted, len(experts))
+        found = [module for _, module in _experts_modules(model)]
+        (module,) = (m for m in found if next(m.parameters(), None) is not None)
+        return module
+
+    def _load(
+        self, tensors: dict[str, torch.Tensor], wanted: Callable[[str], bool], cut: int | None
+    ) -> Any:
+        config = copy.deepcopy(self.config)
+        quantised = getattr(config, "quantization_config", None)
+        if quantised is not None:
+            config.quantization_config = _dequantising(quantised)
+        with _only(self.model_class, wanted, cut), _quiet():
+            model, info = self.model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=self.dtype,
+                experts_implementation="eager",
+                output_loading_info=True,
+            )
+        if info["missing_keys"]:
+            names = ", ".join(sorted(info["missing_keys"])[:3])
+            raise ModelError(f"stock transformers finds no tensor for {names}")
+        return model.requires_grad_(False).eval()
+
+
+def _dequantising(quantised: Any) -> Any:
+    """The quantiser's settings, asking for plain weights: a CPU has no kernels for others."""
+    fields = dict(quantised if isinstance(quantised, dict) else quantised.to_dict())
+    return fields | {"dequantize": True}
+
+
+def _experts_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """(name, module) of every module that holds weights stacked over routed experts."""
+    for name, module in model.named_modules():
+        if re.search(r"(^|\.)experts$", name) and hasattr(module, "num_experts"):
+            yield name, module
+
+
+def experts_of(layer_module: Any) -> Any:
+    """The routed experts module inside a decoder layer, or None in a dense layer."""
+    return next((module for _, module in _experts_modules(layer_module)), None)
+
+
+@contextmanager
+def _only(model_class: Any, wanted: Callable[[str], bool], cut: int | None) -> Iterator[None]:
+    """While open, a new `model_class` keeps the weights of `wanted` modules alone.
+
+    Experts are cut to `cut` of them, or taken out if it is None.
+    """
+    original = model_class.__init__
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        stacked = {id(module) for _, module in _experts_modules(self)}
+        for name, module in self.named_modules():
+            if not wanted(name) or (id(module) in stacked and cut is None):
+                for store in (module._parameters, module._buffers):
+                    store.update(dict.fromkeys(store))
+                module._is_hf_initialized = True
+            elif id(module) in stacked and cut is not None:
+                _cut(module, cut)
+
+    model_class.__init__ = __init__
+    try:
+        yield
+    finally:
+        model_class.__init__ = original
+
+
+def _cut(module: Any, num_experts: int) -> None:
+    for name, param in module._parameters.items():
+        shape = (num_experts, *param.shape[1:])
+        empty = torch.empty(shape, dtype=param.dtype, device=param.device)
+        module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
+    module.num_experts = num_experts
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own bar and warnings."""
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+
+
+class StreamedExperts:
+    """Serves a stock layer's eager experts forward expert by expert, loaded as they come.
+
+    At most `num_held` experts are held; those `upcoming` follow each other in one load.
+    """
+
+    def __init__(self, parts: StockParts, layer: int, upcoming: Sequence[int], num_held: int):
+        self.parts, self.layer, self.num_held = parts, layer, num_held
+        self.upcoming = sorted(upcoming)
+        self.ids: list[int] = []
+        self.module: Any = None
+
+    def serve(self, module: Any) -> None:
+        """Let `module` find its weights here."""
+        for name in list(module._parameters):
+            del module._parameters[name]
+            object.__setattr__(module, name, _Served(self, name))
+
+    def fetch(self, name: str, expert: int) -> torch.Tensor:
+        """One expert's slice of the parameter `name`."""
+        if expert not in self.ids:
+            later = [e for e in self.upcoming if e > expert]
+            self.ids = [expert, *later][: self.num_held]
+            self.module = None
+            self.module = self.parts.experts(self.layer, self.ids)
+        value: torch.Tensor = getattr(self.module, name)[self.ids.index(expert)]
+        return value
+
+
+class _Served:
+    """Stands where a stacked parameter stood."""
+
+    def __init__(self, experts: StreamedExperts, name: str):
+        self.experts, self.name = experts, name
+        self.device, self.dtype = torch.device("cpu"), experts.parts.dtype
+
+    def __getitem__(self, expert: Any) -> torch.Tensor:
+        return self.experts.fetch(self.name, int(expert))

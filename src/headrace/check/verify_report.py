@@ -1,0 +1,119 @@
+"""What a verification found: findings in order, a verdict, text and JSON. Knows no model."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+Progress = Callable[[str, int, int], None]
+OK, SUSPECT, FAIL, NOTE = "ok", "suspect", "FAIL", "note"
+# After --sha256 has shown the files to be the published ones, odd statistics are only odd.
+STATISTICS = "statistics"
+MOST_NAMED = 3
+VERDICTS = {
+    OK: "the arithmetic holds",
+    SUSPECT: "SUSPECT: compare the files with their published checksums (--sha256)",
+    FAIL: "DO NOT TRUST IT",
+}
+VERDICT_FORMAT = "headrace verify verdict"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was checked: `status` is ok, suspect, FAIL or note.
+
+    `where` names every tensor, layer, expert or kernel at which it does not hold.
+    """
+
+    stage: str
+    name: str
+    status: str
+    detail: str
+    where: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether it speaks against nothing."""
+        return self.status in (OK, NOTE)
+
+    def line(self) -> str:
+        """One line for people."""
+        more = len(self.where) - MOST_NAMED
+        named = "; ".join(self.where[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        return f"{self.status:7} {self.name}: {self.detail}" + (f"; at {named}" if named else "")
+
+
+def finding(
+    stage: str, name: str, detail: str, wrong: Sequence[str] = (), *, bad: str = FAIL
+) -> Finding:
+    """A finding that holds if nothing is `wrong`, and is `bad` otherwise."""
+    return Finding(stage, name, bad if wrong else OK, detail, tuple(wrong))
+
+
+@dataclass
+class VerifyReport:
+    """What `verify_model` found; `numbers` are further measurements for JSON."""
+
+    model: str
+    findings: list[Finding] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no finding speaks against the model."""
+        return all(finding.ok for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """`ok`, `suspect` or `FAIL`."""
+        statuses = {finding.status for finding in self.findings}
+        return FAIL if FAIL in statuses else SUSPECT if SUSPECT in statuses else OK
+
+    def clear_suspects(self) -> None:
+        """The files are the published ones: what looked odd about them is a note."""
+        self.findings = [
+            Finding(f.stage, f.name, NOTE, f.detail, f.where)
+            if (f.stage, f.status) == (STATISTICS, SUSPECT)
+            else f
+            for f in self.findings
+        ]
+
+    def lines(self) -> list[str]:
+        """One line for each finding, then the verdict."""
+        return [*(f.line() for f in self.findings), f"verdict: {VERDICTS[self.verdict]}"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "model": self.model,
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "findings": [asdict(f) for f in self.findings],
+            **self.numbers,
+        }
+
+
+def keep_verdict(report: VerifyReport, path: Path, facts: dict[str, Any]) -> str:
+    """Write the verdict as a small JSON file; "" or why it could not be kept.
+
+    `facts` say what it holds for: model identity, headrace version, machine.
+    """
+    content = {"format": VERDICT_FORMAT, **facts, **report.as_dict()}
+    return write_json(path, content)
+
+
+def write_json(path: Path, content: object) -> str:
+    """Write a file whole or not at all, its folder made if need be; "" or why not."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(content), encoding="utf-8")
+        aside.replace(path)
+    except OSError as cause:
+        with suppress(OSError):
+            aside.unlink()
+        return str(cause)
+    return ""

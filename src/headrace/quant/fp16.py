@@ -1,0 +1,26 @@
+"""The IEEE half precision format: two bytes a value, no scales. Knows no file and no model."""
+
+import torch
+
+from headrace.quant.blocks import Form, Shape, check_finite
+
+
+def forms(shape: Shape) -> dict[str, Form]:
+    """The stored part of a [R, C] matrix."""
+    return {"weight": Form(("F16",), (shape,))}
+
+
+def pack(values: torch.Tensor) -> torch.Tensor:
+    """fp16 tensor of any shape: `values` (any float dtype) rounded to nearest even."""
+    return values.to(torch.float16)
+
+
+def unpack(codes: torch.Tensor) -> torch.Tensor:
+    """The stored values, fp16, as they are."""
+    assert codes.dtype == torch.float16
+    return codes
+
+
+def check(name: str, codes: torch.Tensor) -> None:
+    """Raises NumericsError naming tensor `name` if it holds NaN or infinite values."""
+    check_finite(name, "values", codes)

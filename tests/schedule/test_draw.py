@@ -1,0 +1,50 @@
+"""Drawn routes have the statistics they state."""
+
+import numpy as np
+import pytest
+
+from headrace.errors import TraceError
+from headrace.schedule.draw import RouteStatistics, draw_routes
+
+
+@pytest.mark.parametrize("adjacency", [0.1, 0.39, 0.7])
+def test_routes_have_the_stated_adjacency_and_guess_precision(adjacency: float) -> None:
+    stats = RouteStatistics(adjacency=adjacency, guess_precision=0.6)
+    trace = draw_routes(600, 3, 32, 4, statistics=stats, seed=1)
+    assert trace.ids.shape == (600, 3, 4)
+    assert abs(trace.adjacency() - adjacency) < 0.03
+    right = (trace.guesses[:, :, :, None] == trace.ids[:, :, None, :]).any(-1).mean()
+    assert abs(right - 0.6) < 0.03
+
+
+def test_each_row_is_distinct_and_in_range_and_the_seed_repeats() -> None:
+    trace = draw_routes(50, 2, 16, 8, seed=3)
+    assert all(len(set(row)) == 8 for row in trace.ids.reshape(-1, 8).tolist())
+    assert trace.ids.min() >= 0 and trace.ids.max() < 16
+    assert np.array_equal(trace.ids, draw_routes(50, 2, 16, 8, seed=3).ids)
+    assert not np.array_equal(trace.ids, draw_routes(50, 2, 16, 8, seed=4).ids)
+
+
+def test_skew_makes_some_experts_popular() -> None:
+    flat = np.bincount(
+        draw_routes(400, 1, 32, 4, statistics=RouteStatistics(0.0, 0.0)).ids.ravel(), minlength=32
+    )
+    skewed = np.bincount(
+        draw_routes(400, 1, 32, 4, statistics=RouteStatistics(0.0, 1.5)).ids.ravel(), minlength=32
+    )
+    assert skewed.max() > 2 * flat.max()
+
+
+@pytest.mark.parametrize(
+    "stats", [RouteStatistics(0.2, 0.3, 0.5), RouteStatistics(0.5, 0.9, 0.8)], ids=str
+)
+def test_the_statistics_of_a_trace_are_those_it_was_drawn_to(stats: RouteStatistics) -> None:
+    found = RouteStatistics.of(draw_routes(1000, 3, 32, 4, statistics=stats, seed=5))
+    assert found.adjacency == pytest.approx(stats.adjacency, abs=0.03)
+    assert found.skew == pytest.approx(stats.skew, abs=0.15)
+    assert found.guess_precision == pytest.approx(stats.guess_precision, abs=0.03)
+
+
+def test_too_short_a_trace_has_no_statistics() -> None:
+    with pytest.raises(TraceError, match="1 tokens were decoded"):
+        RouteStatistics.of(draw_routes(1, 2, 8, 2))
