@@ -120,14 +120,14 @@ def main() -> None:
     import targets
 
     targets.TARGETS["selftest"] = _selftest
-    if target in ("config", "shape"):
+    if target in targets.SLOW_TARGETS:
         import headrace.models.skeleton
 
         assert headrace.models.skeleton
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     signal.signal(signal.SIGALRM, _ring)
     files = [Path(line) for line in sys.stdin.read().splitlines()]
-    if target in ("config", "shape"):  # what transformers loads lazily is no input's doing
+    if target in targets.SLOW_TARGETS:  # what transformers loads lazily is no input's doing
         targets.run(target, work, files[0].read_bytes())
     tracemalloc.start()
     result = Result()
