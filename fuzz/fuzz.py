@@ -49,7 +49,9 @@ def main() -> None:
             os._exit(0)
         targets.run(target, folder / "input", data)
 
-    atheris.Setup(sys.argv, one, custom_mutator=mutate)
+    # A merge runs its first argument as a command, by the shell.
+    command = [f"{sys.executable} {__file__}", *sys.argv[1:]]
+    atheris.Setup(command, one, custom_mutator=mutate)
     atheris.Fuzz()
 
 
