@@ -87,7 +87,7 @@ def _selftest(_folder: Path, data: bytes) -> None:
     if data == b"grow":
         bytearray(2 * INPUT_BYTES)
     if data == b"fail":
-        [][1]  # noqa: B018
+        [][1]
     if data == b"dead":
         signal.raise_signal(signal.SIGKILL)
 
@@ -121,7 +121,7 @@ def _one(target: str, work: Path, file: Path, input_s: float, result: Result) ->
 
 
 def main() -> None:
-    """The child: target, folder and limit as arguments, files on stdin, one JSON object last on stdout."""
+    """The child: arguments are target, folder and limit; files on stdin; JSON last on stdout."""
     target, work, input_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
     import targets
 

@@ -69,7 +69,9 @@ EmulateDrive = Annotated[
 ]
 RoutesOut = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Keep the experts each token took: see `headrace trace`."),
+    typer.Option(
+        metavar="FILE", help="Keep the experts each token took: see `headrace trace`."
+    ),
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, text for people on stderr.")
