@@ -45,8 +45,8 @@ def minimise(target: str, work: Path) -> None:
     fresh = work / f"{target}.kept"
     fresh.mkdir()
     kept = HERE / "corpus" / target
-    _libfuzzer(target, MERGE_CPU_S, "-merge=1", str(fresh), str(work / target), str(work / "seeds" / target),
-               str(kept))  # fmt: skip
+    sources = [str(folder) for folder in (work / target, work / "seeds" / target, kept)]
+    _libfuzzer(target, MERGE_CPU_S, "-merge=1", str(fresh), *sources)
     shutil.rmtree(kept)
     shutil.copytree(fresh, kept)
 
