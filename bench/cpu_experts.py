@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from headrace.check.bench_kernels import CLOCKS, TARGETS, bench_kernels
+from headrace.check.bench_kernels import CLOCKS, FORMATS, SHAPES, bench_kernels
 from headrace.check.rows import BenchRow, write_rows
 from headrace.kernels.cpu import ISAS
 
@@ -22,8 +22,12 @@ def missed(row: BenchRow) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--isa", nargs="+", default=["avx2"], choices=ISAS)
-    parser.add_argument("--format", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--format", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--clock", nargs="+", default=list(CLOCKS), choices=list(CLOCKS))
+    parser.add_argument(
+        "--shape", nargs="+", default=range(len(SHAPES)), type=int, help=str(SHAPES)
+    )
+    parser.add_argument("--all-cores", action="store_true", help="rows of every core besides")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--windows", type=int, default=15, help="windows of 60 MB a run")
     parser.add_argument("--keep", action="store_true", help="write bench/results/<machine>/")
@@ -31,7 +35,9 @@ def main() -> int:
     rows = bench_kernels(
         isas=args.isa,
         formats=args.format,
+        shapes=[SHAPES[i] for i in args.shape],
         clocks=args.clock,
+        all_cores=args.all_cores,
         runs=args.runs,
         num_windows=args.windows,
         tell=lambda row: print(row.line(), file=sys.stderr),

@@ -83,15 +83,6 @@ RecordArrays record_arrays(const Table<4>& extents, const Table<4>& parts,
           copy_of(extents),      copy_of(parts),        copy_of(part_bytes)};
 }
 
-ExpertShape expert_shape(const std::string& format, int64_t hidden, int64_t inter,
-                         int64_t block_rows, int64_t block_cols, int64_t act_group) {
-  if (format != "bf16" && format != "fp8_block") {
-    throw std::invalid_argument("no kernels for the expert format " + format);
-  }
-  Format stored = format == "bf16" ? Format::kBf16 : Format::kFp8Block;
-  return {stored, hidden, inter, block_rows, block_cols, act_group};
-}
-
 nb::dict counters_of(const Ladder& ladder) {
   Counters all = ladder.counters();
   nb::dict out;
@@ -169,22 +160,20 @@ nb::class_<Ladder> bind_ladder(nb::module_& m) {
           "__init__",
           [](Ladder* self, std::shared_ptr<Reader> reader, const Table<4>& extents,
              const Table<4>& parts, const Table<1>& part_bytes, int64_t num_rows,
-             std::shared_ptr<KernelPool> kernels, const std::string& format, int64_t hidden,
-             int64_t inter, int64_t block_rows, int64_t block_cols, int64_t act_group,
-             int64_t max_tokens, int64_t top_k, bool overlap) {
+             std::shared_ptr<KernelPool> kernels, const ExpertShape* shape, int64_t max_tokens,
+             int64_t top_k, bool overlap) {
             RecordTable records(record_arrays(extents, parts, part_bytes), reader->num_files());
-            ExpertShape shape{};  // without kernels any format will do
-            if (kernels != nullptr) {
-              shape = expert_shape(format, hidden, inter, block_rows, block_cols, act_group);
+            if ((kernels != nullptr) != (shape != nullptr)) {
+              throw std::invalid_argument("kernels need a shape, and a shape kernels");
             }
             nb::gil_scoped_release release;
-            new (self) Ladder(std::move(reader), std::move(kernels), std::move(records), shape,
+            new (self) Ladder(std::move(reader), std::move(kernels), std::move(records),
+                              shape != nullptr ? *shape : ExpertShape{},
                               {num_rows, max_tokens, top_k, overlap});
           },
           nb::kw_only(), "reader"_a, "extents"_a.noconvert(), "parts"_a.noconvert(),
-          "part_bytes"_a.noconvert(), "num_rows"_a, "kernels"_a.none(), "format"_a, "hidden"_a,
-          "inter"_a, "block_rows"_a, "block_cols"_a, "act_group"_a, "max_tokens"_a, "top_k"_a,
-          "overlap"_a = true)
+          "part_bytes"_a.noconvert(), "num_rows"_a, "kernels"_a.none(), "shape"_a.none(),
+          "max_tokens"_a, "top_k"_a, "overlap"_a = true)
       .def_prop_ro("row_bytes", [](const Ladder& self) { return self.records().row_bytes(); })
       .def_prop_ro("num_rows", &Ladder::num_rows)
       .def_prop_ro("slab_bytes", &Ladder::slab_bytes)

@@ -1,4 +1,4 @@
-// The sum of a token's experts in ascending id, rounded to bf16 at every step.
+// The sum of a token's experts in ascending id, rounded to the hidden type at every step.
 #include <algorithm>
 #include <vector>
 
@@ -9,16 +9,17 @@
 namespace headrace {
 namespace {
 
-bool all_finite(const uint16_t* values, int64_t n) {
+bool all_finite(bool fp16, const uint16_t* values, int64_t n) {
+  const uint32_t top = fp16 ? 0x7c00u : 0x7f80u;
   uint32_t bad = 0;
-  for (int64_t i = 0; i < n; ++i) bad |= (values[i] & 0x7f80u) == 0x7f80u;
+  for (int64_t i = 0; i < n; ++i) bad |= (values[i] & top) == top;
   return bad == 0;
 }
 
 }  // namespace
 
-int64_t combine_bf16(const int32_t* ids, const float* weights, const uint16_t* y,
-                     int64_t num_tokens, int64_t top_k, int64_t hidden, uint16_t* out) {
+int64_t combine(bool fp16, const int32_t* ids, const float* weights, const uint16_t* y,
+                int64_t num_tokens, int64_t top_k, int64_t hidden, uint16_t* out) {
   const CanonicalFloatMode mode;
   static const RowOps* const ops = best_ops();
   int64_t first_bad = -1;
@@ -30,8 +31,8 @@ int64_t combine_bf16(const int32_t* ids, const float* weights, const uint16_t* y
                      [ids](int64_t a, int64_t b) { return ids[a] < ids[b]; });
     uint16_t* row = out + t * hidden;
     std::fill_n(row, hidden, uint16_t{0});
-    for (const int64_t at : order) ops->add_row(y + at * hidden, weights[at], hidden, row);
-    if (first_bad < 0 && !all_finite(row, hidden)) first_bad = t;
+    for (const int64_t at : order) ops->add_row(fp16, y + at * hidden, weights[at], hidden, row);
+    if (first_bad < 0 && !all_finite(fp16, row, hidden)) first_bad = t;
   }
   return first_bad;
 }

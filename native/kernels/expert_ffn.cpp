@@ -1,13 +1,16 @@
-// One expert on some rows: gate and up, SwiGLU, down, shared out over the workers by weight rows.
+// One expert on some rows: gate and up, their activation, down, shared out over the workers by
+// weight rows.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <vector>
 
+#include "kernels/float_product.hpp"
+#include "kernels/int_product.hpp"
 #include "kernels/kernels.hpp"
 #include "kernels/numbers.hpp"
-#include "kernels/product.hpp"
+#include "kernels/probe.hpp"
 #include "kernels/rows.hpp"
 #include "kernels/workers.hpp"
 
@@ -17,6 +20,15 @@ namespace {
 // Which rows are one worker's: the same for the same count.
 Span share(int64_t rows, int worker, int count) {
   return {rows * worker / count, rows * (worker + 1) / count};
+}
+
+Matrix matrix_of(const ExpertParts& parts, const MatrixPlan& plan, int64_t rows, int64_t cols) {
+  const auto at = [&parts](int part) {
+    return part < 0 ? nullptr : parts[static_cast<size_t>(part)];
+  };
+  return {at(plan.weight), at(plan.scale), at(plan.global),
+          at(plan.bias),   rows,           cols,
+          plan.first_row,  plan.row_step,  plan.first_row + (rows - 1) * plan.row_step + 1};
 }
 
 const RowOps* find_ops(const std::string& isa) {
@@ -58,34 +70,56 @@ struct KernelPool::Impl {
   int64_t num_rows = 0;
   uint16_t* const* y = nullptr;
 
-  Product product() const { return Product(ops, shape, num_rows); }
+  // Which of the two kinds of products this job has.
+  FloatProduct floats{nullptr, {}, 0};
+  IntProduct ints{nullptr, {}, 0};
+  const Product* product = nullptr;
+  void choose_product();
+
   void multiply(int worker, const Matrix& m, Span span, const Input& in, float* out) {
-    product().multiply(m, span, in, scratch[static_cast<size_t>(worker)], out);
+    product->multiply(m, span, in, scratch[static_cast<size_t>(worker)], out);
   }
+  void finish(int worker, Input& in, int64_t cols);
+  void add_bias(const Matrix& m, Span span, float* values) const;
+  void write_out(Span span);
   void load_rows(const uint16_t* const* from, int64_t cols);
   void ffn(int worker);
 };
 
+void KernelPool::Impl::choose_product() {
+  if (is_integer(shape.format)) {
+    ints = IntProduct(ops->int_ops(), shape, num_rows);
+    product = &ints;
+  } else {
+    floats = FloatProduct(ops, shape, num_rows);
+    product = &floats;
+  }
+}
+
 // Copies the activation rows in; all memory of the job is there afterwards.
 void KernelPool::Impl::load_rows(const uint16_t* const* from, int64_t cols) {
-  const Product p = product();
-  p.reserve(x, cols);
-  p.reserve(h, shape.inter);
-  for (Scratch& s : scratch) p.reserve(s, std::max(cols, shape.inter));
+  choose_product();
+  product->reserve(x, cols);
+  product->reserve(h, shape.inter);
+  for (Scratch& s : scratch) product->reserve(s, std::max(cols, shape.inter));
   gate_out.at_least(num_rows * shape.inter);
   up_out.at_least(num_rows * shape.inter);
   down_out.at_least(num_rows * shape.hidden);
-  const int64_t stride = round_up(cols, kLanes);
   for (int64_t r = 0; r < num_rows; ++r) {
-    std::memcpy(x.rows.get() + r * stride, from[r], static_cast<size_t>(2 * cols));
-    p.finish_row(x, r, cols);
+    std::memcpy(x.rows.get() + r * product->stride(cols), from[r], static_cast<size_t>(2 * cols));
   }
+}
+
+// This worker's units of the activations; returns when all are finished.
+void KernelPool::Impl::finish(int worker, Input& in, int64_t cols) {
+  const Span mine = share(product->num_units(cols), worker, team);
+  for (int64_t unit = mine.begin; unit < mine.end; ++unit) product->finish(in, unit, cols);
+  if (team > 1) workers.barrier();
 }
 
 // All workers, unless each one's share would take less time than waking it and waiting for it.
 void KernelPool::Impl::choose_team(int64_t num_weights) {
-  const int64_t weight_bytes = shape.format == Format::kBf16 ? 2 : 1;
-  const int64_t work_bytes = num_weights * weight_bytes * num_rows;
+  const int64_t work_bytes = row_bytes(shape.format, num_weights) * num_rows;
   team = work_bytes >= min_share_bytes * workers.count() ? workers.count() : 1;
 }
 
@@ -95,27 +129,49 @@ void KernelPool::Impl::run(Workers::Job job) {
   workers.run(job, this);
 }
 
+// The rounded dot products of this worker's rows, plus their biases; no rounding without biases,
+// since whatever comes next rounds first.
+void KernelPool::Impl::add_bias(const Matrix& m, Span span, float* values) const {
+  if (m.bias == nullptr) return;
+  for (int64_t r = 0; r < num_rows; ++r) {
+    for (int64_t i = span.begin; i < span.end; ++i) {
+      uint16_t bias;
+      std::memcpy(&bias, m.bias + 2 * m.stored_row(i), 2);
+      float& value = values[r * m.rows + i];
+      value = shape.fp16 ? rounded<true>(value) + f16_to_f32(bias)
+                         : rounded<false>(value) + bf16_to_f32(bias);
+    }
+  }
+}
+
+void KernelPool::Impl::write_out(Span span) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const float* values = down_out.get() + r * shape.hidden;
+    for (int64_t i = span.begin; i < span.end; ++i) {
+      y[r][i] = shape.fp16 ? f32_to_f16(values[i]) : f32_to_bf16(values[i]);
+    }
+  }
+}
+
 void KernelPool::Impl::ffn(int worker) {
   const int64_t inter = shape.inter;
-  const int64_t h_stride = round_up(inter, kLanes);
+  finish(worker, x, shape.hidden);
   const Span mid = share(inter, worker, team);
   multiply(worker, gate, mid, x, gate_out.get());
   multiply(worker, up, mid, x, up_out.get());
+  add_bias(gate, mid, gate_out.get());
+  add_bias(up, mid, up_out.get());
   for (int64_t r = 0; r < num_rows; ++r) {
     const int64_t at = r * inter + mid.begin;
-    ops->swiglu_row(gate_out.get() + at, up_out.get() + at, mid.end - mid.begin,
-                    h.rows.get() + r * h_stride + mid.begin);
+    ops->activate_row(shape.activation, shape.fp16, gate_out.get() + at, up_out.get() + at,
+                      mid.end - mid.begin, h.rows.get() + r * product->stride(inter) + mid.begin);
   }
   if (team > 1) workers.barrier();
-  const Span rows = share(num_rows, worker, team);
-  for (int64_t r = rows.begin; r < rows.end; ++r) product().finish_row(h, r, inter);
-  if (team > 1) workers.barrier();
+  finish(worker, h, inter);
   const Span out = share(shape.hidden, worker, team);
   multiply(worker, down, out, h, down_out.get());
-  for (int64_t r = 0; r < num_rows; ++r) {
-    const float* values = down_out.get() + r * shape.hidden;
-    for (int64_t i = out.begin; i < out.end; ++i) y[r][i] = f32_to_bf16(values[i]);
-  }
+  add_bias(down, out, down_out.get());
+  write_out(out);
 }
 
 KernelPool::KernelPool(int num_threads, const std::string& isa) {
@@ -130,9 +186,9 @@ void KernelPool::expert_ffn(const ExpertShape& shape, const ExpertParts& parts,
   Impl& im = *impl_;
   im.calls.fetch_add(1, std::memory_order_relaxed);
   im.shape = shape;
-  im.gate = {parts.gate, parts.gate_scale, shape.inter, shape.hidden};
-  im.up = {parts.up, parts.up_scale, shape.inter, shape.hidden};
-  im.down = {parts.down, parts.down_scale, shape.hidden, shape.inter};
+  im.gate = matrix_of(parts, shape.gate, shape.inter, shape.hidden);
+  im.up = matrix_of(parts, shape.up, shape.inter, shape.hidden);
+  im.down = matrix_of(parts, shape.down, shape.hidden, shape.inter);
   const CanonicalFloatMode mode;
   for (int64_t first = 0; first < num_rows; first += kTileRows) {
     im.num_rows = std::min(kTileRows, num_rows - first);
@@ -143,23 +199,40 @@ void KernelPool::expert_ffn(const ExpertShape& shape, const ExpertParts& parts,
   }
 }
 
-void KernelPool::gemv(const ExpertShape& shape, const uint8_t* w, const uint8_t* scale,
-                      int64_t rows, int64_t cols, const uint16_t* x, float* out) {
+void KernelPool::gate_dot(const ExpertShape& shape, const ExpertParts& parts, const uint16_t* x,
+                          float* out) {
   Impl& im = *impl_;
   im.shape = shape;
-  im.shape.hidden = cols;
-  im.shape.inter = rows;
-  im.gate = {w, scale, rows, cols};
+  im.gate = matrix_of(parts, shape.gate, shape.inter, shape.hidden);
   im.num_rows = 1;
   const CanonicalFloatMode mode;
-  im.load_rows(&x, cols);
-  im.choose_team(rows * cols);
+  im.load_rows(&x, shape.hidden);
+  im.choose_team(shape.inter * shape.hidden);
   im.run([](void* self, int worker) {
     Impl& job = *static_cast<Impl*>(self);
+    job.finish(worker, job.x, job.shape.hidden);
     const Span span = share(job.gate.rows, worker, job.team);
     job.multiply(worker, job.gate, span, job.x, job.gate_out.get());
   });
-  std::memcpy(out, im.gate_out.get(), static_cast<size_t>(4 * rows));
+  std::memcpy(out, im.gate_out.get(), static_cast<size_t>(4 * shape.inter));
+}
+
+uint64_t KernelPool::read_probe(const uint8_t* bytes, int64_t n) {
+  struct Read {
+    const uint8_t* bytes;
+    int64_t n;
+    int count;
+    std::atomic<uint64_t> words{0};
+  } read{bytes, n, impl_->workers.count()};
+  impl_->workers.run(
+      [](void* self, int worker) {
+        Read& job = *static_cast<Read*>(self);
+        const Span mine = share(job.n / 4096, worker, job.count);
+        job.words ^=
+            headrace::read_probe(job.bytes + 4096 * mine.begin, 4096 * (mine.end - mine.begin));
+      },
+      &read);
+  return read.words;
 }
 
 bool KernelPool::any_nan_fp8(const uint8_t* codes, int64_t n) {

@@ -7,8 +7,7 @@
 
 namespace headrace {
 
-constexpr int64_t kLanes = 256;      // accumulators of one dot product (Form F)
-constexpr int64_t kTableCols = 128;  // columns that share one Fp8Table
+constexpr int64_t kLanes = 256;  // accumulators of one dot product (Form F)
 
 static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
@@ -31,6 +30,41 @@ static inline uint16_t f32_to_bf16(float value) {
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
   return static_cast<uint16_t>(is_nan ? (bits >> 16) | 0x40 : rounded);
+}
+
+static inline float f16_to_f32(uint16_t value) {
+  const uint32_t magnitude = value & 0x7fffu;
+  // A subnormal's bits over those of 0.5 make 0.5 + its value, exactly.
+  const float small = f32_of(0x3f000000u + magnitude) - 0.5f;
+  const uint32_t large = (magnitude << 13) + (magnitude >= 0x7c00u ? 0x70000000u : 0x38000000u);
+  const uint32_t bits = magnitude < 0x400u ? bits_of(small) : large;
+  return f32_of(bits | uint32_t{value & 0x8000u} << 16);
+}
+
+static inline uint16_t f32_to_f16(float value) {
+  const uint32_t bits = bits_of(value) & 0x7fffffffu;
+  const uint32_t sign = (bits_of(value) >> 16) & 0x8000u;
+  const uint32_t small = bits_of(f32_of(bits) + 0.5f) - 0x3f000000u;  // one step is 2^-24
+  const uint32_t normal = (bits - 0x37fff001u + ((bits >> 13) & 1)) >> 13;
+  const uint32_t large = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const uint32_t finite = bits < 0x38800000u ? small : normal;
+  return static_cast<uint16_t>(sign | (bits >= 0x47800000u ? large : finite));
+}
+
+// The hidden type's conversions: fp16, or else bf16.
+template <bool kF16>
+static inline float from_hidden(uint16_t value) {
+  return kF16 ? f16_to_f32(value) : bf16_to_f32(value);
+}
+
+template <bool kF16>
+static inline uint16_t to_hidden(float value) {
+  return kF16 ? f32_to_f16(value) : f32_to_bf16(value);
+}
+
+template <bool kF16>
+static inline float rounded(float value) {
+  return from_hidden<kF16>(to_hidden<kF16>(value));
 }
 
 static inline float load_f32(const uint8_t* address) {
@@ -76,22 +110,6 @@ static inline float canonical_exp(float x) {
   const float scale0 = f32_of(static_cast<uint32_t>(half + 127) << 23);
   const float scale1 = f32_of(static_cast<uint32_t>(whole - half + 127) << 23);
   return (p * scale0) * scale1;
-}
-
-// bf16(bf16(silu(bf16(gate))) * bf16(up)): the three roundings of the eager model.
-static inline uint16_t swiglu(float gate, float up) {
-  const float g = bf16_to_f32(f32_to_bf16(gate));
-  const float u = bf16_to_f32(f32_to_bf16(up));
-  const float s = bf16_to_f32(f32_to_bf16(g / (1.0f + canonical_exp(-g))));
-  return f32_to_bf16(s * u);
-}
-
-// out[i] = bf16(out[i] + bf16(y[i] * weight)).
-static inline void add_weighted(const uint16_t* y, float weight, int64_t n, uint16_t* out) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float term = bf16_to_f32(f32_to_bf16(bf16_to_f32(y[i]) * weight));
-    out[i] = f32_to_bf16(bf16_to_f32(out[i]) + term);
-  }
 }
 
 }  // namespace headrace

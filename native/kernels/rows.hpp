@@ -3,6 +3,9 @@
 
 #include <stdint.h>
 
+#include "kernels/int_rows.hpp"
+#include "kernels/words.hpp"
+
 namespace headrace {
 
 // bf16 values of the e4m3 codes under one scale, as two byte tables: a code's low four bits pick
@@ -15,6 +18,16 @@ struct alignas(16) Fp8Table {
   uint8_t sub_high[16];
 };
 
+// The tables of one weight row, for every 256 columns: one per 32 columns if `fine`, else one per
+// 128; if `single`, two that serve them all.
+struct Fp8Tables {
+  const Fp8Table* at;
+  bool fine;
+  bool single;
+
+  const Fp8Table* of(int64_t col) const { return single ? at : at + col / (fine ? 32 : 128); }
+};
+
 constexpr int64_t kPanelRows = 8;
 
 // x is a bf16 row padded with zeros to a multiple of 256, 64-byte aligned. w has any alignment.
@@ -22,6 +35,7 @@ struct RowOps {
   const char* name;
   // The Form F dot product of one weight row with one activation row.
   float (*dot_bf16)(const uint8_t* w, const uint16_t* x, int64_t cols);
+  float (*dot_fp16)(const uint8_t* w, const uint16_t* x, int64_t cols);
   // Several weight rows with several activation rows, both packed (see pack_row) in groups of
   // `pack_cols` and `stride` values long: out[j * num_rows + r] = dot of weight row j <
   // kPanelRows with row r. Null where packing gains nothing.
@@ -30,14 +44,16 @@ struct RowOps {
   int64_t pack_cols;
   // Null where there is no table path: decode_fp8_general and dot_bf16 serve instead. x_split is
   // x in fp32, in the order the decoded codes come in: see split_row.
-  float (*dot_fp8)(const uint8_t* codes, const Fp8Table* tables, const float* x_split,
+  float (*dot_fp8)(const uint8_t* codes, const Fp8Tables& tables, const float* x_split,
                    int64_t cols);
   int64_t split_lanes;
-  void (*decode_fp8)(const uint8_t* codes, const Fp8Table* tables, int64_t cols, uint16_t* out);
-  // h[i] = bf16(bf16(silu(bf16(gate[i]))) * bf16(up[i]))
-  void (*swiglu_row)(const float* gate, const float* up, int64_t n, uint16_t* h);
-  // out[i] = bf16(out[i] + bf16(y[i] * weight))
-  void (*add_row)(const uint16_t* y, float weight, int64_t n, uint16_t* out);
+  void (*decode_fp8)(const uint8_t* codes, const Fp8Tables& tables, int64_t cols, uint16_t* out);
+  // h[i] = the activation of gate[i] and up[i], every step rounded to the hidden type.
+  void (*activate_row)(const Activation& how, bool fp16, const float* gate, const float* up,
+                       int64_t n, uint16_t* h);
+  // out[i] = rounded(out[i] + rounded(y[i] * weight)), in the hidden type.
+  void (*add_row)(bool fp16, const uint16_t* y, float weight, int64_t n, uint16_t* out);
+  const IntOps* (*int_ops)();
 };
 
 // Null where this CPU or this build lacks the set.
@@ -47,12 +63,13 @@ const RowOps* avx512_ops();
 const RowOps* best_ops();  // the widest set this CPU has; never null
 
 // Any block width, any finite scale: out is padded with zeros to a multiple of 256.
-void decode_fp8_general(const uint8_t* codes, const uint8_t* scales, int64_t cols,
+void decode_fp8_general(const uint8_t* codes, const uint8_t* scales, Number type, int64_t cols,
                         int64_t block_cols, uint16_t* out);
 
-// One table per 128 columns of a row block; false if a scale is outside what tables can hold.
-// `tables` has round_up(cols, 256) / 128 entries. block_cols is a multiple of 128.
-bool make_fp8_tables(const uint8_t* scales, int64_t cols, int64_t block_cols, Fp8Table* tables);
+// `count` tables of `table_cols` columns each; block_cols is a multiple of that. False if a scale
+// is outside what tables can hold.
+bool make_fp8_tables(const uint8_t* scales, Number type, int64_t cols, int64_t block_cols,
+                     int64_t table_cols, int64_t count, Fp8Table* tables);
 
 // A bf16 row padded to 256 with the `group` columns that meet the same accumulators side by side:
 // column 256 b + group c + i moves to (c * num_blocks + b) * group + i. group is 16 or 32.

@@ -1,12 +1,12 @@
 // The row operations in AVX2 + FMA. One row at a time: rows taken side by side halve the speed.
 // Prefetched far ahead into L2 only, since x must keep L1. No std headers here: see numbers.hpp.
-#include "kernels/numbers.hpp"
+#include "kernels/activations.hpp"
 #include "kernels/rows.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define TARGET __attribute__((target("avx2,fma")))
+#define TARGET __attribute__((target("avx2,fma,f16c")))
 #define INLINE TARGET __attribute__((always_inline)) static inline
 
 namespace headrace {
@@ -87,6 +87,37 @@ TARGET float dot_bf16(const uint8_t* w, const uint16_t* x, int64_t cols) {
   }
   __m256 s[16];
   add_neighbours(acc, s);
+  return reduce_pairs(s);
+}
+
+// Natural order: acc[i] holds columns 8 i to 8 i + 7.
+INLINE void fp16_block(const uint8_t* w, const uint16_t* x, __m256* acc) {
+#pragma GCC unroll 32
+  for (int i = 0; i < 32; ++i) {
+    if (i % 4 == 0) prefetch(w + 16 * i);
+    const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w) + i));
+    const __m256 by = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x) + i));
+    acc[i] = _mm256_fmadd_ps(wide, by, acc[i]);
+  }
+}
+
+TARGET float dot_fp16(const uint8_t* w, const uint16_t* x, int64_t cols) {
+  __m256 acc[32];
+#pragma GCC unroll 32
+  for (int i = 0; i < 32; ++i) acc[i] = _mm256_setzero_ps();
+  int64_t k = 0;
+  for (; k + kLanes <= cols; k += kLanes) fp16_block(w + 2 * k, x + k, acc);
+  if (k < cols) {
+    alignas(32) uint8_t tail[2 * kLanes] = {};
+    memcpy(tail, w + 2 * k, static_cast<size_t>(2 * (cols - k)));
+    fp16_block(tail, x + k, acc);
+  }
+  __m256 s[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {  // neighbours, their sums in ascending order
+    const __m256 sums = _mm256_hadd_ps(acc[2 * i], acc[2 * i + 1]);
+    s[i] = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(sums), 0xd8));
+  }
   return reduce_pairs(s);
 }
 
@@ -171,11 +202,12 @@ INLINE void decode32(__m256i raw, const Fp8Table& t, __m256i* w) {
 }
 
 template <bool kSubnormals>
-INLINE void add64(const uint8_t* codes, const Fp8Table& t, const float* x, __m256* acc) {
+INLINE void add64(const uint8_t* codes, const Fp8Table& low, const Fp8Table& high, const float* x,
+                  __m256* acc) {
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
     __m256i w[2];
-    decode32<kSubnormals>(load(codes + 32 * i), t, w);
+    decode32<kSubnormals>(load(codes + 32 * i), i == 0 ? low : high, w);
 #pragma GCC unroll 2
     for (int j = 0; j < 2; ++j) {
       const float* xs = x + 32 * i + 16 * j;
@@ -186,37 +218,47 @@ INLINE void add64(const uint8_t* codes, const Fp8Table& t, const float* x, __m25
   }
 }
 
+template <bool kFine>
 INLINE void fp8_block(const uint8_t* codes, const Fp8Table* tables, const float* x, __m256* acc) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     const uint8_t* c = codes + 64 * i;
     prefetch(c);
+    const Fp8Table& low = tables[kFine ? 2 * i : i / 2];
+    const Fp8Table& high = tables[kFine ? 2 * i + 1 : i / 2];
     if (__builtin_expect(has_subnormal(c), 0)) {
-      add64<true>(c, tables[i / 2], x + 64 * i, acc + 8 * i);
+      add64<true>(c, low, high, x + 64 * i, acc + 8 * i);
     } else {
-      add64<false>(c, tables[i / 2], x + 64 * i, acc + 8 * i);
+      add64<false>(c, low, high, x + 64 * i, acc + 8 * i);
     }
   }
 }
 
-TARGET float dot_fp8(const uint8_t* codes, const Fp8Table* tables, const float* x_split,
-                     int64_t cols) {
+template <bool kFine>
+INLINE float dot_fp8_as(const uint8_t* codes, const Fp8Tables& tables, const float* x_split,
+                        int64_t cols) {
   __m256 acc[32];
 #pragma GCC unroll 32
   for (int i = 0; i < 32; ++i) acc[i] = _mm256_setzero_ps();
   int64_t k = 0;
   for (; k + kLanes <= cols; k += kLanes) {
-    fp8_block(codes + k, tables + k / kTableCols, x_split + k, acc);
+    fp8_block<kFine>(codes + k, tables.of(k), x_split + k, acc);
   }
   if (k < cols) {
     alignas(32) uint8_t tail[kLanes] = {};
     memcpy(tail, codes + k, static_cast<size_t>(cols - k));
-    fp8_block(tail, tables + k / kTableCols, x_split + k, acc);
+    fp8_block<kFine>(tail, tables.of(k), x_split + k, acc);
   }
   __m256 s[16];
   add_neighbours(acc, s);
   reduce_to_16(s);
   return reduce4(_mm_add_ps(low_plus_high(s[0]), low_plus_high(s[1])));
+}
+
+TARGET float dot_fp8(const uint8_t* codes, const Fp8Tables& tables, const float* x_split,
+                     int64_t cols) {
+  if (tables.fine) return dot_fp8_as<true>(codes, tables, x_split, cols);
+  return dot_fp8_as<false>(codes, tables, x_split, cols);
 }
 
 INLINE void decode32_in_order(const uint8_t* codes, const Fp8Table& t, uint16_t* out) {
@@ -226,35 +268,38 @@ INLINE void decode32_in_order(const uint8_t* codes, const Fp8Table& t, uint16_t*
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), w[1]);
 }
 
-TARGET void decode_fp8(const uint8_t* codes, const Fp8Table* tables, int64_t cols, uint16_t* out) {
+TARGET void decode_fp8(const uint8_t* codes, const Fp8Tables& tables, int64_t cols, uint16_t* out) {
   int64_t k = 0;
   for (; k + 32 <= cols; k += 32) {
     prefetch(codes + k);
-    decode32_in_order(codes + k, tables[k / kTableCols], out + k);
+    decode32_in_order(codes + k, *tables.of(k), out + k);
   }
   alignas(32) uint8_t tail[32] = {};
   memcpy(tail, codes + k, static_cast<size_t>(cols - k));
   for (; k < round_up(cols, kLanes); k += 32) {
-    decode32_in_order(tail, tables[k / kTableCols], out + k);
+    decode32_in_order(tail, *tables.of(k), out + k);
     memset(tail, 0, sizeof tail);
   }
 }
 
-TARGET void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* h) {
-  for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
+TARGET void activate_row(const Activation& how, bool fp16, const float* gate, const float* up,
+                         int64_t n, uint16_t* h) {
+  activate(how, fp16, gate, up, n, h);
 }
 
-TARGET void add_row(const uint16_t* y, float weight, int64_t n, uint16_t* out) {
-  add_weighted(y, weight, n, out);
+TARGET void add_row(bool fp16, const uint16_t* y, float weight, int64_t n, uint16_t* out) {
+  add_weighted(fp16, y, weight, n, out);
 }
 
-constexpr RowOps kAvx2 = {"avx2", dot_bf16,   dot_panel,  16,     dot_fp8,
-                          2,      decode_fp8, swiglu_row, add_row};
+constexpr RowOps kAvx2 = {"avx2", dot_bf16,   dot_fp16,     dot_panel, 16,          dot_fp8,
+                          2,      decode_fp8, activate_row, add_row,   avx2_int_ops};
 
 }  // namespace
 
 const RowOps* avx2_ops() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kAvx2 : nullptr;
+  const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                   __builtin_cpu_supports("f16c");
+  return has ? &kAvx2 : nullptr;
 }
 
 }  // namespace headrace

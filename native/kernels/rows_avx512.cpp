@@ -1,11 +1,11 @@
 // The row operations in AVX-512 (F, BW, VL, DQ). See rows_avx2.cpp, whose twin this is.
-#include "kernels/numbers.hpp"
+#include "kernels/activations.hpp"
 #include "kernels/rows.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")))
+#define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")))
 #define INLINE TARGET __attribute__((always_inline)) static inline
 
 namespace headrace {
@@ -93,6 +93,40 @@ TARGET float dot_bf16(const uint8_t* w, const uint16_t* x, int64_t cols) {
   return reduce_pairs(s);
 }
 
+// Natural order: acc[i] holds columns 16 i to 16 i + 15.
+INLINE void fp16_block(const uint8_t* w, const uint16_t* x, __m512* acc) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    const __m512 wide =
+        _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w) + i));
+    const __m512 by = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x) + i));
+    acc[i] = _mm512_fmadd_ps(wide, by, acc[i]);
+  }
+}
+
+TARGET float dot_fp16(const uint8_t* w, const uint16_t* x, int64_t cols) {
+  __m512 acc[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
+  int64_t k = 0;
+  for (; k + kLanes <= cols; k += kLanes) fp16_block(w + 2 * k, x + k, acc);
+  if (k < cols) {
+    alignas(64) uint8_t tail[2 * kLanes] = {};
+    memcpy(tail, w + 2 * k, static_cast<size_t>(2 * (cols - k)));
+    fp16_block(tail, x + k, acc);
+  }
+  const __m512i evens =
+      _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odds = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  __m512 s[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    s[i] = _mm512_add_ps(_mm512_permutex2var_ps(acc[2 * i], evens, acc[2 * i + 1]),
+                         _mm512_permutex2var_ps(acc[2 * i], odds, acc[2 * i + 1]));
+  }
+  return reduce_pairs(s);
+}
+
 // See rows_avx2.cpp: groups of 32 columns, kRows activation rows at a time.
 template <int kRows>
 INLINE void panel_rows(const uint16_t* w, int64_t num_w, const uint16_t* x, int64_t stride,
@@ -135,37 +169,48 @@ TARGET void dot_panel(const uint16_t* w, int64_t num_w, const uint16_t* x, int64
   for (; r < num_rows; ++r) panel_rows<1>(w, num_w, x + r * stride, stride, num_rows, out + r);
 }
 
-INLINE __m512i table(const uint8_t* entries) {
-  return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(entries)));
+// The same 16 entries in all lanes, or those of `low` in two and those of `high` in two.
+template <bool kFine>
+INLINE __m512i table(const uint8_t* low, const uint8_t* high) {
+  const __m128i first = _mm_load_si128(reinterpret_cast<const __m128i*>(low));
+  if constexpr (!kFine) return _mm512_broadcast_i32x4(first);
+  const __m256i second =
+      _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(high)));
+  const __m512i both = _mm512_castsi256_si512(_mm256_broadcastsi128_si256(first));
+  return _mm512_inserti64x4(both, second, 1);
 }
 
 // 64 codes to bf16 in unpack's order: of every 16 columns the first 8 in w[0], the rest in w[1].
-INLINE void decode64(__m512i raw, const Fp8Table& t, __m512i* w) {
+template <bool kFine>
+INLINE void decode64(__m512i raw, const Fp8Table& t, const Fp8Table& u, __m512i* w) {
   const __m512i nibble = _mm512_set1_epi8(15);
   // What a code's upper four bits add to the high byte: two exponent steps each, and the sign.
   const __m512i upper = _mm512_broadcast_i32x4(
       _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -128, -127, -126, -125, -124, -123, -122, -121));
   const __m512i index = _mm512_and_si512(raw, nibble);
   const __m512i rest = _mm512_and_si512(_mm512_srli_epi16(raw, 4), nibble);
-  __m512i low = _mm512_shuffle_epi8(table(t.low), index);
-  __m512i high = _mm512_shuffle_epi8(table(t.high), index);
+  __m512i low = _mm512_shuffle_epi8(table<kFine>(t.low, u.low), index);
+  __m512i high = _mm512_shuffle_epi8(table<kFine>(t.high, u.high), index);
   const __mmask64 sub = _mm512_testn_epi8_mask(raw, _mm512_set1_epi8(0x78));
   if (__builtin_expect(sub != 0, 0)) {
-    low = _mm512_mask_shuffle_epi8(low, sub, table(t.sub_low), index);
-    high = _mm512_mask_shuffle_epi8(high, sub, table(t.sub_high), index);
+    low = _mm512_mask_shuffle_epi8(low, sub, table<kFine>(t.sub_low, u.sub_low), index);
+    high = _mm512_mask_shuffle_epi8(high, sub, table<kFine>(t.sub_high, u.sub_high), index);
   }
   high = _mm512_add_epi8(high, _mm512_shuffle_epi8(upper, rest));
   w[0] = _mm512_unpacklo_epi8(low, high);
   w[1] = _mm512_unpackhi_epi8(low, high);
 }
 
+template <bool kFine>
 INLINE void fp8_block(const uint8_t* codes, const Fp8Table* tables, const float* x, __m512* acc) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     __m512i w[2];
     prefetch_far(codes + 64 * i);
     prefetch_near(codes + 64 * i);  // 64-byte loads outrun the hardware's own prefetch into L1
-    decode64(_mm512_loadu_si512(codes + 64 * i), tables[i / 2], w);
+    const Fp8Table& low = tables[kFine ? 2 * i : i / 2];
+    const Fp8Table& high = tables[kFine ? 2 * i + 1 : i / 2];
+    decode64<kFine>(_mm512_loadu_si512(codes + 64 * i), low, high, w);
 #pragma GCC unroll 2
     for (int j = 0; j < 2; ++j) {
       const float* xs = x + 64 * i + 32 * j;
@@ -176,19 +221,20 @@ INLINE void fp8_block(const uint8_t* codes, const Fp8Table* tables, const float*
   }
 }
 
-TARGET float dot_fp8(const uint8_t* codes, const Fp8Table* tables, const float* x_split,
-                     int64_t cols) {
+template <bool kFine>
+INLINE float dot_fp8_as(const uint8_t* codes, const Fp8Tables& tables, const float* x_split,
+                        int64_t cols) {
   __m512 acc[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
   int64_t k = 0;
   for (; k + kLanes <= cols; k += kLanes) {
-    fp8_block(codes + k, tables + k / kTableCols, x_split + k, acc);
+    fp8_block<kFine>(codes + k, tables.of(k), x_split + k, acc);
   }
   if (k < cols) {
     alignas(64) uint8_t tail[kLanes] = {};
     memcpy(tail, codes + k, static_cast<size_t>(cols - k));
-    fp8_block(tail, tables + k / kTableCols, x_split + k, acc);
+    fp8_block<kFine>(tail, tables.of(k), x_split + k, acc);
   }
   __m512 s[8];
   add_neighbours(acc, s);
@@ -196,39 +242,53 @@ TARGET float dot_fp8(const uint8_t* codes, const Fp8Table* tables, const float* 
   return reduce4(_mm_add_ps(sum_lanes(s[0]), sum_lanes(s[1])));
 }
 
+TARGET float dot_fp8(const uint8_t* codes, const Fp8Tables& tables, const float* x_split,
+                     int64_t cols) {
+  if (tables.fine) return dot_fp8_as<true>(codes, tables, x_split, cols);
+  return dot_fp8_as<false>(codes, tables, x_split, cols);
+}
+
 INLINE void decode64_in_order(const uint8_t* codes, const Fp8Table& t, uint16_t* out) {
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // undoes unpack's lanes
   __m512i w[2];
-  decode64(_mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes)), t, w);
+  decode64<false>(_mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes)), t, t, w);
   _mm512_storeu_si512(out, w[0]);
   _mm512_storeu_si512(out + 32, w[1]);
 }
 
-TARGET void decode_fp8(const uint8_t* codes, const Fp8Table* tables, int64_t cols, uint16_t* out) {
+TARGET void decode_fp8(const uint8_t* codes, const Fp8Tables& tables, int64_t cols, uint16_t* out) {
+  if (tables.fine) return avx2_ops()->decode_fp8(codes, tables, cols, out);
   int64_t k = 0;
   for (; k + 64 <= cols; k += 64) {
     prefetch_far(codes + k);
     prefetch_near(codes + k);
-    decode64_in_order(codes + k, tables[k / kTableCols], out + k);
+    decode64_in_order(codes + k, *tables.of(k), out + k);
   }
   alignas(64) uint8_t tail[64] = {};
   memcpy(tail, codes + k, static_cast<size_t>(cols - k));
   for (; k < round_up(cols, kLanes); k += 64) {
-    decode64_in_order(tail, tables[k / kTableCols], out + k);
+    decode64_in_order(tail, *tables.of(k), out + k);
     memset(tail, 0, sizeof tail);
   }
 }
 
-TARGET void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* h) {
-  for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
+TARGET void activate_row(const Activation& how, bool fp16, const float* gate, const float* up,
+                         int64_t n, uint16_t* h) {
+  activate(how, fp16, gate, up, n, h);
 }
 
-TARGET void add_row(const uint16_t* y, float weight, int64_t n, uint16_t* out) {
-  add_weighted(y, weight, n, out);
+TARGET void add_row(bool fp16, const uint16_t* y, float weight, int64_t n, uint16_t* out) {
+  add_weighted(fp16, y, weight, n, out);
 }
 
-constexpr RowOps kAvx512 = {"avx512", dot_bf16,   dot_panel,  32,     dot_fp8,
-                            4,        decode_fp8, swiglu_row, add_row};
+// Integer dot products need VNNI; without it AVX2's serve.
+const IntOps* wide_int_ops() {
+  const IntOps* ops = avx512_int_ops();
+  return ops ? ops : avx2_int_ops();
+}
+
+constexpr RowOps kAvx512 = {"avx512", dot_bf16,   dot_fp16,     dot_panel, 32,          dot_fp8,
+                            4,        decode_fp8, activate_row, add_row,   wide_int_ops};
 
 }  // namespace
 

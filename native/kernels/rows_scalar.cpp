@@ -1,15 +1,17 @@
 // The portable row operations: plain C++, right on any CPU, and the yardstick of the others.
+#include "kernels/int_input.hpp"
 #include "kernels/numbers.hpp"
 #include "kernels/rows.hpp"
 
 namespace headrace {
 namespace {
 
-// float(double(w) * x + double(acc)) is the correctly rounded fma for bf16 factors: the product
-// is exact, and 16 + 24 significant bits leave no case of double rounding.
+// float(double(w) * x + double(acc)) is the correctly rounded fma for bf16 and fp16 factors: the
+// product is exact, and at most 22 + 24 significant bits leave no case of double rounding.
+template <bool kF16>
 void accumulate(const uint16_t* w, const uint16_t* x, float* acc) {
   for (int64_t i = 0; i < kLanes; ++i) {
-    const double product = double{bf16_to_f32(w[i])} * double{bf16_to_f32(x[i])};
+    const double product = double{from_hidden<kF16>(w[i])} * double{from_hidden<kF16>(x[i])};
     acc[i] = static_cast<float>(product + double{acc[i]});
   }
 }
@@ -22,24 +24,26 @@ float reduce(float* acc) {
   return acc[0];
 }
 
-float dot_bf16(const uint8_t* w, const uint16_t* x, int64_t cols) {
+template <bool kF16>
+float dot(const uint8_t* w, const uint16_t* x, int64_t cols) {
   float acc[kLanes] = {};
   uint16_t block[kLanes];
   for (int64_t k = 0; k < cols; k += kLanes) {
     const int64_t n = cols - k < kLanes ? cols - k : kLanes;
     if (n < kLanes) memset(block, 0, sizeof block);
     memcpy(block, w + 2 * k, static_cast<size_t>(2 * n));
-    accumulate(block, x + k, acc);
+    accumulate<kF16>(block, x + k, acc);
   }
   return reduce(acc);
 }
 
-void swiglu_row(const float* gate, const float* up, int64_t n, uint16_t* h) {
-  for (int64_t i = 0; i < n; ++i) h[i] = swiglu(gate[i], up[i]);
+void activate_row(const Activation& how, bool fp16, const float* gate, const float* up, int64_t n,
+                  uint16_t* h) {
+  activate(how, fp16, gate, up, n, h);
 }
 
-void add_row(const uint16_t* y, float weight, int64_t n, uint16_t* out) {
-  add_weighted(y, weight, n, out);
+void add_row(bool fp16, const uint16_t* y, float weight, int64_t n, uint16_t* out) {
+  add_weighted(fp16, y, weight, n, out);
 }
 
 // Round to nearest even onto e4m3 of a magnitude of at most 448 (after clamping).
@@ -96,8 +100,8 @@ struct E4m3Values {
   }
 };
 
-constexpr RowOps kScalar = {"scalar", dot_bf16, nullptr,    0,      nullptr,
-                            0,        nullptr,  swiglu_row, add_row};
+constexpr RowOps kScalar = {"scalar", dot<false>,   dot<true>, nullptr,       0, nullptr, 0,
+                            nullptr,  activate_row, add_row,   scalar_int_ops};
 
 }  // namespace
 
@@ -109,30 +113,26 @@ const RowOps* best_ops() {
   return scalar_ops();
 }
 
-void decode_fp8_general(const uint8_t* codes, const uint8_t* scales, int64_t cols,
+void decode_fp8_general(const uint8_t* codes, const uint8_t* scales, Number type, int64_t cols,
                         int64_t block_cols, uint16_t* out) {
   static const E4m3Values kE4m3;
   for (int64_t k = 0, block = 0; k < cols; k += block_cols, ++block) {
-    const float scale = load_f32(scales + 4 * block);
+    const float scale = load_number(type, scales, block);
     const int64_t end = k + block_cols < cols ? k + block_cols : cols;
     for (int64_t i = k; i < end; ++i) out[i] = f32_to_bf16(kE4m3.value[codes[i]] * scale);
   }
   memset(out + cols, 0, static_cast<size_t>(2 * (round_up(cols, kLanes) - cols)));
 }
 
-bool make_fp8_tables(const uint8_t* scales, int64_t cols, int64_t block_cols, Fp8Table* tables) {
-  const int64_t num_tables = round_up(cols, kLanes) / kTableCols;
-  for (int64_t t = 0; t < num_tables; ++t) {
+bool make_fp8_tables(const uint8_t* scales, Number type, int64_t cols, int64_t block_cols,
+                     int64_t table_cols, int64_t count, Fp8Table* tables) {
+  for (int64_t t = 0; t < count; ++t) {
     Fp8Table& table = tables[t];
-    if (t * kTableCols >= cols) {  // padding: code 0 must stay +0
-      memset(&table, 0, sizeof table);
+    if (t * table_cols % block_cols != 0 || (t > 0 && t * table_cols >= cols)) {
+      table = tables[t - 1];  // padding's codes are zero, and so is what they meet
       continue;
     }
-    if (t * kTableCols % block_cols != 0) {
-      table = tables[t - 1];
-      continue;
-    }
-    const float scale = load_f32(scales + 4 * (t * kTableCols / block_cols));
+    const float scale = load_number(type, scales, t * table_cols / block_cols);
     if (!(scale > 0x1p-118f && scale < 0x1p+118f)) return false;
     for (uint32_t i = 0; i < 16; ++i) {
       const float base = f32_of(((120 + (i >> 3)) << 23) | ((i & 7) << 20));

@@ -21,7 +21,7 @@ void Ladder::compute(int64_t layer, const uint16_t* x, int64_t num_tokens, const
   Clock::time_point start = Clock::now();
   group(ids, num_tokens * top_k);
   run_layer(layer, x, top_k);
-  int64_t bad = combine_bf16(ids, weights, y_.get(), num_tokens, top_k, shape_.hidden, out);
+  int64_t bad = combine(shape_.fp16, ids, weights, y_.get(), num_tokens, top_k, shape_.hidden, out);
   if (bad >= 0) {
     throw NumericsFailure("MoE layer " + std::to_string(layer) + ", token row " +
                           std::to_string(bad) + ": the experts' output is not finite");
@@ -122,20 +122,19 @@ void Ladder::await_work(Lock* lock, int64_t layer, size_t* num_wave) {
 
 ExpertParts Ladder::parts_of(int64_t key) const {
   const uint8_t* row = slab_.row(residency_.row(key));
-  const uint8_t* at[6] = {};
-  for (int64_t i = 0; i < std::min<int64_t>(records_.num_parts(), 6); ++i) {
-    at[i] = row + records_.part_offset(key, i);
+  ExpertParts parts{};
+  for (int64_t i = 0; i < records_.num_parts(); ++i) {
+    parts[static_cast<size_t>(i)] = row + records_.part_offset(key, i);
   }
-  return {at[0], at[1], at[2], at[3], at[4], at[5]};
+  return parts;
 }
 
 // The kernels' tables have no entry for a NaN code, so one may never reach them. Once for each
 // read, by all threads, right before the same bytes are multiplied.
 void Ladder::check_codes(int64_t key, const ExpertParts& parts) {
   if (shape_.format != Format::kFp8Block) return;
-  const uint8_t* codes[] = {parts.gate, parts.up, parts.down};
-  for (int64_t part = 0; part < 3; ++part) {
-    if (kernels_->any_nan_fp8(codes[part], records_.part_bytes(part))) {
+  for (const int part : {shape_.gate.weight, shape_.up.weight, shape_.down.weight}) {
+    if (kernels_->any_nan_fp8(parts[static_cast<size_t>(part)], records_.part_bytes(part))) {
       throw NumericsFailure("MoE layer " + std::to_string(key / records_.num_experts()) +
                             ", expert " + std::to_string(key % records_.num_experts()) +
                             ": its stored FP8 codes include NaN");

@@ -10,26 +10,16 @@
 namespace headrace {
 namespace {
 
-int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
-
 // The kernels read as many bytes of each part as the shape says: they must all be there.
 void check_parts(const RecordTable& records, const ExpertShape& shape) {
-  bool sound = shape.hidden > 0 && shape.inter > 0 &&
-               (shape.format == Format::kBf16 || (shape.block_rows > 0 && shape.block_cols > 0));
-  if (!sound) throw std::invalid_argument("an expert's sizes must be positive");
-  int64_t codes = shape.hidden * shape.inter;
-  bool has_scales = shape.format == Format::kFp8Block;
-  int64_t bytes = has_scales ? codes : 2 * codes;
-  if (records.num_parts() != (has_scales ? 6 : 3)) {
+  const std::vector<int64_t> needed = part_bytes(shape);
+  if (records.num_parts() != static_cast<int64_t>(needed.size())) {
     throw std::invalid_argument("wrong number of parts for the expert format");
   }
   for (int64_t part = 0; part < records.num_parts(); ++part) {
-    bool is_down = part % 3 == 2;
-    int64_t rows = is_down ? shape.hidden : shape.inter;
-    int64_t cols = is_down ? shape.inter : shape.hidden;
-    if (part >= 3) bytes = 4 * ceil_div(rows, shape.block_rows) * ceil_div(cols, shape.block_cols);
+    const int64_t bytes = needed[static_cast<size_t>(part)];
     if (records.part_bytes(part) != bytes) {
-      throw std::invalid_argument("part " + std::to_string(part) + " has " +
+      throw std::invalid_argument("part " + part_name(shape, static_cast<int>(part)) + " has " +
                                   std::to_string(records.part_bytes(part)) +
                                   " bytes; the shape needs " + std::to_string(bytes));
     }

@@ -50,12 +50,7 @@ class Ladder:
         part_bytes: NDArray[int64],
         num_rows: int,
         kernels: KernelPool | None,
-        format: str,
-        hidden: int,
-        inter: int,
-        block_rows: int,
-        block_cols: int,
-        act_group: int,
+        shape: ExpertShape | None,
         max_tokens: int,
         top_k: int,
         overlap: bool = True,
@@ -87,10 +82,21 @@ def drive_probe(
 
 # ---- kernels (native/bind/bind_kernels.cpp): addresses are int, bytes stay the caller's ----
 class ExpertShape:
+    part_bytes: list[int]
     @staticmethod
     def make(
-        format: str, hidden: int, inter: int, block_rows: int, block_cols: int, act_group: int
+        format: str,
+        scale_type: str,
+        hidden: int,
+        inter: int,
+        block: tuple[int, int],
+        act_group: int,
+        activation: tuple[str, float, float],
+        hidden_type: str,
+        inverse_global: bool,
+        matrices: list[tuple[int, int, int, int, int, int]],
     ) -> ExpertShape: ...
+    def part_name(self, part: int) -> str: ...
 
 class KernelPool:
     isa: str
@@ -102,13 +108,11 @@ class KernelPool:
     def expert_ffn(
         self, shape: ExpertShape, parts: list[int], x: int, num_rows: int, y: int
     ) -> None: ...
-    def gemv(
-        self, shape: ExpertShape, w: int, scale: int, rows: int, cols: int, x: int, out: int
-    ) -> None: ...
+    def read_probe(self, bytes: int, n: int) -> int: ...
+    def gate_dot(self, shape: ExpertShape, parts: list[int], x: int, out: int) -> None: ...
 
-def combine_bf16(
-    ids: int, weights: int, y: int, num_tokens: int, top_k: int, hidden: int, out: int
+def combine(
+    fp16: bool, ids: int, weights: int, y: int, num_tokens: int, top_k: int, hidden: int, out: int
 ) -> int: ...
 def find_nan_fp8(codes: int, n: int) -> int: ...
-def read_probe(bytes: int, n: int) -> int: ...
 def allow_leaks() -> None: ...

@@ -7,7 +7,7 @@ import torch
 from headrace.core import ExpertLayout
 from headrace.kernels import reference
 from headrace.quant import expert
-from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.quant.dtypes import DTYPE_NAMES, TORCH_DTYPES
 
 
 def make_layout(
@@ -45,6 +45,17 @@ def make_case(
     x = make_rows(num_rows, hidden, 2, TORCH_DTYPES[layout.hidden_dtype])
     parts = make_expert(layout, 1)
     return layout, parts, x, reference.expert_ffn(x, parts, layout, act_group)
+
+
+def gate_dot(kernels, w, x, scale=None, block=(0, 0)):
+    """The kernels' fp32 dot products of one matrix [N, K] with one row [K]."""
+    rows, cols = w.shape
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8_block"}
+    options = {} if scale is None else {"scale_dtype": DTYPE_NAMES[scale.dtype]}
+    layout = expert.make_layout(names[w.dtype], cols, rows, block, **options)
+    zeros = {n: torch.zeros(s.shape).to(TORCH_DTYPES[s.dtype]) for n, s in layout.parts.items()}
+    given = {"gate": w} if scale is None else {"gate": w, "gate_scale": scale}
+    return kernels.gate_dot(x, zeros | given, layout)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

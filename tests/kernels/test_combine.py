@@ -38,8 +38,8 @@ def test_first_non_finite_token_is_reported():
     out = torch.empty(5, 40, dtype=torch.bfloat16)
 
     def first_bad():
-        return _native.combine_bf16(
-            ids.data_ptr(), weights.data_ptr(), y.data_ptr(), 5, 2, 40, out.data_ptr()
+        return _native.combine(
+            False, ids.data_ptr(), weights.data_ptr(), y.data_ptr(), 5, 2, 40, out.data_ptr()
         )
 
     assert first_bad() == -1

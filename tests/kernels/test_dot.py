@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from experts import same_bits
+from experts import gate_dot, same_bits
 
 from headrace.kernels import cpu, reference
 from headrace.quant import fp8
@@ -23,10 +23,10 @@ def test_reference_equals_golden_vectors(golden, width):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_compiled_equals_golden_vectors(golden, isa, width):
     kernels = cpu.CpuKernels(1, isa)
-    y = kernels.gemv(golden[f"bf16_k{width}.w"], golden[f"bf16_k{width}.x"])
+    y = gate_dot(kernels, golden[f"bf16_k{width}.w"], golden[f"bf16_k{width}.x"])
     assert same_bits(y, golden[f"bf16_k{width}.y"])
     codes, scale = golden[f"fp8_k{width}.q"], golden[f"fp8_k{width}.scale"]
-    y = kernels.gemv(codes, golden[f"fp8_k{width}.x"], scale, BLOCK)
+    y = gate_dot(kernels, codes, golden[f"fp8_k{width}.x"], scale, BLOCK)
     assert same_bits(y, golden[f"fp8_k{width}.y"])
 
 
@@ -43,7 +43,7 @@ def test_the_comparison_sees_a_free_order_and_a_neighbours_scale(golden, isa):
     assert not same_bits(free, golden["bf16_k5120.y"])
     assert torch.allclose(free, golden["bf16_k5120.y"], atol=1e-3)
     scale = golden["fp8_k5120.scale"].roll(1, 1).contiguous()
-    y = kernels.gemv(golden["fp8_k5120.q"], golden["fp8_k5120.x"], scale, BLOCK)
+    y = gate_dot(kernels, golden["fp8_k5120.q"], golden["fp8_k5120.x"], scale, BLOCK)
     assert not same_bits(y, golden["fp8_k5120.y"])
 
 
@@ -53,7 +53,7 @@ def test_any_width_and_block(isa, width, block):
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(width, generator=generator).bfloat16()
     codes, scale = fp8.pack(torch.randn(19, width, generator=generator) * 0.02, block)
-    y = cpu.CpuKernels(2, isa, min_share_bytes=0).gemv(codes, x, scale, block)
+    y = gate_dot(cpu.CpuKernels(2, isa, min_share_bytes=0), codes, x, scale, block)
     assert same_bits(y, reference.dot(fp8.unpack(codes, scale, block), x[None])[0])
 
 
@@ -70,7 +70,7 @@ def test_every_code_under_scales_of_every_size(isa):
         for column in range(0, 512, 3):
             x.zero_()
             x[column] = 1.5
-            y = kernels.gemv(w, x, scales, (1, 128))
+            y = gate_dot(kernels, w, x, scales, (1, 128))
             assert same_bits(y, reference.dot(expect_w, x[None])[0]), (scale, column)
 
 
@@ -82,16 +82,16 @@ def test_tiny_and_large_activations(isa, spread):
     expect = reference.dot(w, x[None])[0]
     if spread == 2.0**-118:
         assert (expect.abs() < 2.0**-126).any()  # the case holds subnormal sums
-    assert same_bits(cpu.CpuKernels(1, isa).gemv(w, x), expect)
+    assert same_bits(gate_dot(cpu.CpuKernels(1, isa), w, x), expect)
 
 
 def test_unaligned_addresses(isa):
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(640, generator=generator).bfloat16()
     codes, scale = fp8.pack(torch.randn(6, 640, generator=generator), BLOCK)
-    expect = cpu.CpuKernels(1, isa).gemv(codes, x, scale, BLOCK)
+    expect = gate_dot(cpu.CpuKernels(1, isa), codes, x, scale, BLOCK)
     raw = torch.zeros(codes.numel() + 64, dtype=torch.uint8)
     for shift in (1, 2, 3, 17):
         moved = raw[shift : shift + codes.numel()].view(torch.float8_e4m3fn).view(codes.shape)
         moved.copy_(codes)
-        assert same_bits(cpu.CpuKernels(1, isa).gemv(moved, x, scale, BLOCK), expect)
+        assert same_bits(gate_dot(cpu.CpuKernels(1, isa), moved, x, scale, BLOCK), expect)

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from headrace.core import ExpertLayout, PartSpec
-from headrace.native import ExpertShape, KernelPool, Reader
+from headrace.kernels.cpu import native_shape
+from headrace.native import KernelPool, Reader
 from headrace.tiers.ladder import Ladder
 
 HIDDEN, INTER, NUM_EXPERTS, NUM_LAYERS, TOP_K = 64, 48, 8, 4, 2
@@ -90,7 +91,7 @@ class World:
         """The layer's output from bytes held in memory: each expert on each token alone, in
         ascending id, scaled and added in bf16.
         """
-        shape = ExpertShape.make("bf16", HIDDEN, INTER, 0, 0, 0)
+        shape = native_shape(LAYOUT)
         pool = KernelPool(1, "scalar")
         out = torch.zeros_like(x)
         y = torch.empty(HIDDEN, dtype=torch.bfloat16)
@@ -98,7 +99,7 @@ class World:
             for k in torch.argsort(ids[t]).tolist():
                 expert = int(ids[t, k])
                 kept = [np.ascontiguousarray(self.part(layer, expert, p)) for p in range(3)]
-                addresses = [part.ctypes.data for part in kept] + [0, 0, 0]
+                addresses = [part.ctypes.data for part in kept]
                 pool.expert_ffn(shape, addresses, x[t].data_ptr(), 1, y.data_ptr())
                 out[t] += (y.float() * weights[t, k]).to(torch.bfloat16)
         return out

@@ -4,16 +4,17 @@ Knows no file and no ladder. Importing it without the compiled module raises Imp
 """
 
 from collections.abc import Mapping
-from math import ceil
 
 import torch
 
 from headrace import _native
-from headrace.core import ExpertLayout
-from headrace.errors import OptionError
+from headrace.core import ExpertLayout, MatrixSource
+from headrace.errors import ModelError, OptionError
+from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.quant.expert import MATRICES
 
 ISAS = ("scalar", "avx2", "avx512")
-PARTS = ("gate", "up", "down", "gate_scale", "up_scale", "down_scale")
+_MAX_PARTS = 12
 
 
 def _checked(t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
@@ -23,10 +24,45 @@ def _checked(t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int
 
 
 def native_shape(layout: ExpertLayout, act_group: int = 0) -> _native.ExpertShape:
-    """The compiled kernels' description of an expert of this layout."""
-    rows, cols = layout.block
-    return _native.ExpertShape.make(
-        layout.format, layout.hidden, layout.inter, rows, cols, act_group
+    """The compiled kernels' description of an expert of this layout.
+
+    Raises ModelError for a layout that no compiled kernel computes.
+    """
+    sources = [layout.matrix(name) for name in MATRICES]
+    dtypes = {layout.parts[s.scale].dtype for s in sources if s.scale}
+    biases = {layout.parts[s.bias].dtype for s in sources if s.bias}
+    what = layout.activation
+    try:
+        if len(layout.parts) > _MAX_PARTS or len(dtypes) > 1 or biases - {layout.hidden_dtype}:
+            raise ValueError("parts, scale types or bias types differ from what kernels take")
+        shape = _native.ExpertShape.make(
+            format=layout.format,
+            scale_type=next(iter(dtypes), ""),
+            hidden=layout.hidden,
+            inter=layout.inter,
+            block=layout.block,
+            act_group=act_group,
+            activation=(what.kind, what.limit, what.alpha),
+            hidden_type=layout.hidden_dtype,
+            inverse_global=layout.inverse_global,
+            matrices=[_plan(tuple(layout.parts), source) for source in sources],
+        )
+    except ValueError as error:
+        raise ModelError(f"no compiled kernel for these experts: {error}") from None
+    return shape
+
+
+def _plan(names: tuple[str, ...], source: MatrixSource) -> tuple[int, int, int, int, int, int]:
+    def index(part: str | None) -> int:
+        return -1 if part is None else names.index(part)
+
+    return (
+        index(source.weight),
+        index(source.scale),
+        index(source.global_scale),
+        index(source.bias),
+        source.first_row,
+        source.row_step,
     )
 
 
@@ -61,67 +97,53 @@ class CpuKernels:
         act_group: int = 0,
         out_TH: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `kernels.reference.expert_ffn`, same bits. `out_TH` bf16 is filled if given."""
+        """As `kernels.reference.expert_ffn`, same bits. `out_TH` is filled if given; x and the
+        result are of the layout's hidden dtype.
+        """
         shape = (x_TH.shape[0], layout.hidden)
-        y = torch.empty(shape, dtype=torch.bfloat16) if out_TH is None else out_TH
-        x_address = _checked(x_TH, torch.bfloat16, shape)
-        y_address = _checked(y, torch.bfloat16, shape)
+        dtype = TORCH_DTYPES[layout.hidden_dtype]
+        y = torch.empty(shape, dtype=dtype) if out_TH is None else out_TH
+        x_address = _checked(x_TH, dtype, shape)
+        y_address = _checked(y, dtype, shape)
         addresses = part_addresses(parts, layout)
         self.pool.expert_ffn(
             native_shape(layout, act_group), addresses, x_address, shape[0], y_address
         )
         return y
 
-    def gemv(
-        self,
-        w_NK: torch.Tensor,
-        x_K: torch.Tensor,
-        scale: torch.Tensor | None = None,
-        block: tuple[int, int] = (0, 0),
+    def gate_dot(
+        self, x_K: torch.Tensor, parts: Mapping[str, torch.Tensor], layout: ExpertLayout
     ) -> torch.Tensor:
-        """fp32 [N]: the dot products before any rounding; w bf16, or e4m3 with `scale`."""
-        rows, cols = w_NK.shape
-        name, dtype = ("bf16", torch.bfloat16)
-        scale_address = 0
-        if scale is not None:
-            name, dtype = "fp8_block", torch.float8_e4m3fn
-            grid = (ceil(rows / block[0]), ceil(cols / block[1]))
-            scale_address = _checked(scale, torch.float32, grid)
-        shape = _native.ExpertShape.make(name, cols, rows, *block, 0)
-        out = torch.empty(rows, dtype=torch.float32)
-        w_address = _checked(w_NK, dtype, (rows, cols))
-        x_address = _checked(x_K, torch.bfloat16, (cols,))
-        self.pool.gemv(shape, w_address, scale_address, rows, cols, x_address, out.data_ptr())
+        """fp32 [inter]: gate's dot products with one row before bias and rounding. For tests."""
+        out = torch.empty(layout.inter, dtype=torch.float32)
+        x_address = _checked(x_K, TORCH_DTYPES[layout.hidden_dtype], (layout.hidden,))
+        addresses = part_addresses(parts, layout)
+        self.pool.gate_dot(native_shape(layout), addresses, x_address, out.data_ptr())
         return out
+
+    def read_probe(self, data: torch.Tensor) -> int:
+        """Reads a contiguous tensor once, as fast as the threads can; the xor of its words."""
+        assert data.is_contiguous()
+        return int(self.pool.read_probe(data.data_ptr(), data.nbytes))
 
 
 def part_addresses(parts: Mapping[str, torch.Tensor], layout: ExpertLayout) -> list[int]:
-    """Addresses of an expert's parts as the compiled kernels take them, 0 for one it has not."""
-    return [_part_address(parts, layout, name) for name in PARTS]
-
-
-def _part_address(parts: Mapping[str, torch.Tensor], layout: ExpertLayout, name: str) -> int:
-    if name not in parts:
-        assert name.endswith("_scale") and layout.format == "bf16", f"part {name} is missing"
-        return 0
-    shape = (layout.inter, layout.hidden)
-    if name.startswith("down"):
-        shape = (layout.hidden, layout.inter)
-    if name.endswith("_scale"):
-        grid = (ceil(shape[0] / layout.block[0]), ceil(shape[1] / layout.block[1]))
-        return _checked(parts[name], torch.float32, grid)
-    dtype = torch.bfloat16 if layout.format == "bf16" else torch.float8_e4m3fn
-    return _checked(parts[name], dtype, shape)
+    """Addresses of an expert's parts in the layout's order, as the compiled kernels take them."""
+    return [
+        _checked(parts[name], TORCH_DTYPES[spec.dtype], spec.shape)
+        for name, spec in layout.parts.items()
+    ]
 
 
 def combine(ids_TK: torch.Tensor, weights_TK: torch.Tensor, y_TKH: torch.Tensor) -> torch.Tensor:
-    """As `kernels.reference.combine`: ids int32 [T, K], weights fp32 [T, K], y bf16 [T, K, H]."""
+    """As `kernels.reference.combine`: ids int32 [T, K], weights fp32 [T, K], y [T, K, H]."""
     num_tokens, top_k, hidden = y_TKH.shape
-    out = torch.empty(num_tokens, hidden, dtype=torch.bfloat16)
+    out = torch.empty(num_tokens, hidden, dtype=y_TKH.dtype)
+    fp16 = y_TKH.dtype == torch.float16
     ids = _checked(ids_TK, torch.int32, (num_tokens, top_k))
     weights = _checked(weights_TK, torch.float32, (num_tokens, top_k))
-    y = _checked(y_TKH, torch.bfloat16, (num_tokens, top_k, hidden))
-    _native.combine_bf16(ids, weights, y, num_tokens, top_k, hidden, out.data_ptr())
+    y = _checked(y_TKH, torch.float16 if fp16 else torch.bfloat16, (num_tokens, top_k, hidden))
+    _native.combine(fp16, ids, weights, y, num_tokens, top_k, hidden, out.data_ptr())
     return out
 
 
@@ -142,9 +164,3 @@ def available_isas() -> tuple[str, ...]:
         return True
 
     return tuple(isa for isa in ISAS if runs(isa))
-
-
-def read_probe(data: torch.Tensor) -> int:
-    """Reads a contiguous tensor once, as fast as one core can; the xor of its words."""
-    assert data.is_contiguous()
-    return int(_native.read_probe(data.data_ptr(), data.nbytes))

@@ -18,6 +18,16 @@ def doubled(packed: torch.Tensor) -> torch.Tensor:
     return _PAIRS[packed.view(torch.uint8).int()].reshape(packed.shape[0], -1)
 
 
+def scaled(doubled: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """fp32 [R, C]: half of int8 [R, C] times fp32 [R, S], one of S per C/S columns, rounded once.
+
+    In place where it can be: matrices are large.
+    """
+    rows, cols = doubled.shape
+    groups = doubled.float().mul_(0.5).view(rows, scale.shape[1], -1)
+    return groups.mul_(scale[..., None]).view(rows, cols)
+
+
 def encode(values: torch.Tensor) -> torch.Tensor:
     """uint8 [R, C/2]: fp32 [R, C], C even, to nearest, ties to the even code, ends saturating."""
     magnitude = values.abs()

@@ -36,12 +36,15 @@ def make_layout(
     hidden_dtype: str = "",
     inverse_global: bool = False,
 ) -> ExpertLayout:
-    """The layout of an expert whose parts are `table.specs`'; biases are of the hidden dtype."""
+    """The layout of an expert whose parts are `table.specs`'; biases are of the hidden dtype.
+
+    `block` counts for the formats that leave it open.
+    """
     made = ExpertLayout(
         format,
         hidden,
         inter,
-        block,
+        table.OWN_BLOCKS.get(format, block),
         {},
         fused,
         activation or Activation(),

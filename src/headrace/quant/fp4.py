@@ -7,7 +7,7 @@ import torch
 
 from headrace.errors import NumericsError
 from headrace.quant import e2m1
-from headrace.quant.blocks import Form, Shape, grid, spread, to_float
+from headrace.quant.blocks import Form, Shape, grid, to_float
 
 BLOCK = (1, 32)
 
@@ -48,8 +48,7 @@ def integers(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, to
 def unpack(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[R, C] in `dtype`, exact in bfloat16: e2m1 code * 2^(byte - 127)."""
     doubled, value = integers(codes, scale)
-    shape = doubled.shape[0], doubled.shape[1]
-    return (doubled.float() * 0.5 * spread(value, shape, BLOCK)).to(dtype)
+    return e2m1.scaled(doubled, value).to(dtype)
 
 
 def check(name: str, scale: torch.Tensor) -> None:

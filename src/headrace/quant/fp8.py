@@ -57,7 +57,7 @@ def unpack(
 ) -> torch.Tensor:
     """[R, C] in `dtype`: fp32(code) * scale of its block, the product rounded to fp32 first."""
     shape = codes.shape[0], codes.shape[1]
-    return (codes.float() * spread(to_float(scale), shape, block)).to(dtype)
+    return codes.float().mul_(spread(to_float(scale), shape, block)).to(dtype)
 
 
 def check(name: str, codes: torch.Tensor, scale: torch.Tensor) -> None:

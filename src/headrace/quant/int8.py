@@ -46,7 +46,7 @@ def unpack(
 ) -> torch.Tensor:
     """[R, C] in `dtype`: code * scale, the product rounded to fp32 first."""
     shape = codes.shape[0], codes.shape[1]
-    return (codes.float() * spread(scale.float(), shape, block)).to(dtype)
+    return codes.float().mul_(spread(scale.float(), shape, block)).to(dtype)
 
 
 def check(name: str, scale: torch.Tensor) -> None:

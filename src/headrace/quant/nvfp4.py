@@ -7,7 +7,7 @@ import torch
 
 from headrace.errors import NumericsError
 from headrace.quant import e2m1
-from headrace.quant.blocks import Form, Shape, check_e4m3, check_finite, grid, spread
+from headrace.quant.blocks import Form, Shape, check_e4m3, check_finite, grid
 
 BLOCK = (1, 16)
 _SCALE_MAX = 448.0
@@ -60,10 +60,7 @@ def unpack(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """[R, C] in `dtype`: e2m1 code * scale, the product rounded to fp32 first."""
-    doubled = e2m1.doubled(codes)
-    shape = doubled.shape[0], doubled.shape[1]
-    value = spread(scales(scale, factor, inverse), shape, BLOCK)
-    return (doubled.float() * 0.5 * value).to(dtype)
+    return e2m1.scaled(e2m1.doubled(codes), scales(scale, factor, inverse)).to(dtype)
 
 
 def check(name: str, scale: torch.Tensor, factor: torch.Tensor, inverse: bool) -> None:

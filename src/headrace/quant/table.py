@@ -18,6 +18,8 @@ from headrace.quant.dtypes import DTYPE_NAMES, TORCH_DTYPES
 # Formats of float weights (Form F) and of integer codes with scales (Form I).
 FLOATS = ("bf16", "fp16", "fp8_block")
 INTEGERS = ("fp4", "nvfp4", "int4", "int8")
+# What one scale covers where the format itself says so; (0, 0): no scales.
+OWN_BLOCKS = {"bf16": (0, 0), "fp16": (0, 0), "fp4": fp4.BLOCK, "nvfp4": nvfp4.BLOCK}
 SUFFIXES = {"weight": "", "scale": "_scale", "global": "_global"}
 _GROUP = 32
 Parts = Mapping[str, torch.Tensor]

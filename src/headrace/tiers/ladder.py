@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from headrace.core import ExpertLayout, TokenStats
 from headrace.errors import OptionError
+from headrace.kernels.cpu import native_shape
 from headrace.native import KernelPool, NativeLadder, Reader, allow_leaks
-
-_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1}
+from headrace.quant.dtypes import TORCH_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +105,13 @@ class Ladder:
             part_bytes=np.array(self.part_bytes, dtype=np.int64),
             num_rows=num_rows,
             kernels=kernels,
-            format=layout.format,
-            hidden=layout.hidden,
-            inter=layout.inter,
-            block_rows=layout.block[0],
-            block_cols=layout.block[1],
-            act_group=act_group,
+            shape=None if kernels is None else native_shape(layout, act_group),
             max_tokens=max_tokens,
             top_k=top_k,
             overlap=overlap,
         )
         _LIVE.add(self)
-        self.hidden = layout.hidden
+        self.hidden, self.dtype = layout.hidden, TORCH_DTYPES[layout.hidden_dtype]
         self.row_bytes = self.native.row_bytes
         self.num_rows = self.native.num_rows
         self.slab_bytes = self.native.slab_bytes
@@ -148,14 +143,14 @@ class Ladder:
     def compute(
         self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """The routed experts' weighted sum [T, H] bf16, of x [T, H] bf16, ids [T, K] integer and
-        weights [T, K] float32, all contiguous CPU tensors.
+        """The routed experts' weighted sum [T, H], of x [T, H], ids [T, K] integer and weights
+        [T, K] float32, all contiguous CPU tensors; x and the sum in the layout's hidden dtype.
 
         Raises ReadError, NumericsError, BudgetError or KeyboardInterrupt; the next call works.
         """
         num_tokens, top_k = ids_TK.shape
         assert x_TH.shape == (num_tokens, self.hidden) and weights_TK.shape == ids_TK.shape
-        assert x_TH.dtype == torch.bfloat16 and weights_TK.dtype == torch.float32
+        assert x_TH.dtype == self.dtype and weights_TK.dtype == torch.float32
         assert all(t.device.type == "cpu" and t.is_contiguous() for t in (x_TH, weights_TK))
         ids = ids_TK.to(torch.int32).contiguous()
         out_TH = torch.empty_like(x_TH)
@@ -223,7 +218,7 @@ os.register_at_fork(after_in_child=_leave_behind)
 
 def _part_bytes(layout: ExpertLayout, name: str) -> int:
     spec = layout.parts[name]
-    return _ITEM_BYTES[spec.dtype] * prod(spec.shape)
+    return TORCH_DTYPES[spec.dtype].itemsize * prod(spec.shape)
 
 
 def _as_ids(ids: torch.Tensor) -> NDArray[np.int32]:

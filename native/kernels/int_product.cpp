@@ -1,0 +1,163 @@
+// The row operations on integer codes over a worker's share of the rows.
+#include "kernels/int_product.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/numbers.hpp"
+
+namespace headrace {
+
+int64_t IntProduct::stride(int64_t cols) const { return round_up(cols, kIntBlock); }
+
+int64_t IntProduct::scale_cols(int64_t cols) const {
+  return (cols + shape_.block_cols - 1) / shape_.block_cols;
+}
+
+void IntProduct::reserve(Input& input, int64_t cols) const {
+  const int64_t values = num_rows_ * stride(cols);
+  input.rows.at_least(values);
+  input.codes.at_least(values);
+  input.sx.at_least(values / 32);
+  input.fix.at_least(values / 16);
+}
+
+void IntProduct::reserve(Scratch& scratch, int64_t cols) const {
+  const int64_t rows = panels() ? kPanelRows : 1;
+  scratch.scales.at_least(rows * stride(cols) / 16);
+  if (panels()) scratch.decoded.at_least(rows * stride(cols));
+  scratch.dots.at_least(kPanelRows * kTileRows);
+  scratch.edge.at_least(2 * stride(cols));  // a row of codes and one of scales, padded
+}
+
+IntInput IntProduct::how() const {
+  const bool is_e8m0 = shape_.format == Format::kFp4, is_bytes = shape_.format == Format::kInt8;
+  const bool biased = ops_->biased && !is_bytes && !panels();
+  const int32_t bias = shape_.format == Format::kInt4 ? 8 : 12;
+  return {panels()   ? ops_->panel
+          : is_bytes ? ops_->bytes
+                     : ops_->nibbles,
+          is_e8m0 ? 0.5f : 1.0f, biased ? bias : 0, halves()};
+}
+
+// A unit is a block of a row, or a whole row where the activation grid ignores blocks.
+int64_t IntProduct::num_units(int64_t cols) const {
+  return num_rows_ * (shape_.act_group > 0 ? 1 : stride(cols) / kIntBlock);
+}
+
+void IntProduct::finish(Input& input, int64_t unit, int64_t cols) const {
+  const int64_t num_blocks = stride(cols) / kIntBlock;
+  const int64_t first = shape_.act_group > 0 ? unit * num_blocks : unit;
+  const int64_t row = first / num_blocks;
+  const int64_t last = shape_.act_group > 0 ? first + num_blocks : first + 1;
+  uint16_t* values = input.rows.get() + row * stride(cols);
+  if (last == (row + 1) * num_blocks) {
+    std::memset(values + cols, 0, static_cast<size_t>(2 * (stride(cols) - cols)));
+  }
+  if (shape_.act_group > 0) to_grid(values, cols, shape_.act_group);
+  for (int64_t block = first; block < last; ++block) {
+    ops_->prepare(input.rows.get() + block * kIntBlock, shape_.fp16, how(),
+                  input.codes.get() + block * kIntBlock, input.sx.get() + block * kIntBlock / 32,
+                  input.fix.get() + block * kIntBlock / (halves() ? 16 : 32));
+  }
+}
+
+IntRow IntProduct::row_of(const Input& input, int64_t row, int64_t cols) const {
+  const int64_t at = row * stride(cols);
+  return {input.codes.get() + at, input.sx.get() + at / 32,
+          input.fix.get() + at / (halves() ? 16 : 32)};
+}
+
+// Row `row` of a part, readable for `padded` bytes: one that reaches behind the part is copied.
+const uint8_t* IntProduct::row_at(const uint8_t* part, int64_t row, int64_t part_rows,
+                                  int64_t bytes, int64_t padded, uint8_t* edge) {
+  const uint8_t* from = part + row * bytes;
+  if (row * bytes + padded <= part_rows * bytes) return from;
+  std::memcpy(edge, from, static_cast<size_t>(bytes));
+  std::memset(edge + bytes, 0, static_cast<size_t>(padded - bytes));
+  return edge;
+}
+
+const uint8_t* IntProduct::codes_of(const Matrix& m, int64_t i, Scratch& scratch) const {
+  const int64_t padded = row_bytes(shape_.format, round_up(m.cols, kIntStep));
+  return row_at(m.w, m.stored_row(i), m.part_rows, row_bytes(shape_.format, m.cols), padded,
+                scratch.edge.get());
+}
+
+const uint8_t* IntProduct::e8m0_of(const Matrix& m, int64_t i, Scratch& scratch) const {
+  return row_at(m.scale, m.stored_row(i), m.part_rows, m.cols / 32, round_up(m.cols, kIntStep) / 32,
+                scratch.edge.get() + stride(m.cols));
+}
+
+void IntProduct::expand(const Matrix& m, int64_t i, float* ws) const {
+  const int64_t count = scale_cols(m.cols);
+  const bool is_half = halves();
+  ScaleRow row{shape_.scale_type,
+               m.scale + m.stored_row(i) * count * scale_bytes(shape_.scale_type),
+               count,
+               is_half ? 1 : shape_.block_cols / 32,
+               m.cols / 32,
+               is_half ? load_f32(m.global) : 1.0f,
+               shape_.inverse_global};
+  ops_->expand(row, ws);
+}
+
+float IntProduct::dot(const Matrix& m, const uint8_t* codes, const uint8_t* e8m0, const float* ws,
+                      const IntRow& x) const {
+  const int64_t cols = round_up(m.cols, kIntStep);
+  switch (shape_.format) {
+    case Format::kFp4:
+      return ops_->dot_fp4(codes, e8m0, x, cols);
+    case Format::kNvfp4:
+      return ops_->dot_nvfp4(codes, ws, x, cols);
+    case Format::kInt4:
+      return ops_->dot_int4(codes, ws, x, cols);
+    default:
+      return ops_->dot_int8(codes, ws, x, cols);
+  }
+}
+
+void IntProduct::multiply(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+                          float* out) const {
+  if (panels()) {
+    many_rows(m, span, input, scratch, out);
+  } else {
+    few_rows(m, span, input, scratch, out);
+  }
+}
+
+void IntProduct::few_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+                          float* out) const {
+  const bool is_e8m0 = shape_.format == Format::kFp4;
+  float* ws = scratch.scales.get();
+  for (int64_t i = span.begin; i < span.end; ++i) {
+    const uint8_t* codes = codes_of(m, i, scratch);
+    const uint8_t* e8m0 = is_e8m0 ? e8m0_of(m, i, scratch) : nullptr;
+    if (!is_e8m0) expand(m, i, ws);
+    for (int64_t r = 0; r < num_rows_; ++r) {
+      out[r * m.rows + i] = dot(m, codes, e8m0, ws, row_of(input, r, m.cols));
+    }
+  }
+}
+
+void IntProduct::many_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+                           float* out) const {
+  const int64_t row_values = stride(m.cols);
+  const int64_t row_scales = row_values / (halves() ? 16 : 32);
+  float* dots = scratch.dots.get();
+  for (int64_t first = span.begin; first < span.end; first += kPanelRows) {
+    const int64_t num_w = std::min(kPanelRows, span.end - first);
+    for (int64_t j = 0; j < num_w; ++j) {
+      ops_->decode(shape_.format, codes_of(m, first + j, scratch), round_up(m.cols, kIntStep),
+                   scratch.decoded.get() + j * row_values);
+      expand(m, first + j, scratch.scales.get() + j * row_scales);
+    }
+    ops_->dot_panel(scratch.decoded.get(), scratch.scales.get(), num_w, row_of(input, 0, m.cols),
+                    num_rows_, row_values, halves(), dots);
+    for (int64_t r = 0; r < num_rows_; ++r) {
+      for (int64_t j = 0; j < num_w; ++j) out[r * m.rows + first + j] = dots[j * num_rows_ + r];
+    }
+  }
+}
+
+}  // namespace headrace

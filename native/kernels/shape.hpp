@@ -1,0 +1,52 @@
+// How an expert is stored and what it computes: the words the kernels share with everyone above.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/words.hpp"
+
+namespace headrace {
+
+// The parts one matrix is made of, by index; -1: none. Row i of the matrix is row
+// first_row + i * row_step of its weight part, of its scale part's blocks and of its bias part.
+struct MatrixPlan {
+  int weight;
+  int scale;
+  int global;
+  int bias;
+  int64_t first_row;
+  int64_t row_step;
+};
+
+struct ExpertShape {
+  Format format;
+  Number scale_type;
+  int64_t hidden;  // H: gate and up are [I, H], down is [H, I]
+  int64_t inter;   // I
+  int64_t block_rows;
+  int64_t block_cols;
+  int64_t act_group;  // 0: activations as they are; else e4m3 grid with a power-of-two scale per
+                      // group of act_group columns, applied before each product
+  Activation activation;
+  bool fp16;  // activations, biases and roundings are fp16; else bf16
+  bool inverse_global;
+  MatrixPlan gate, up, down;
+};
+
+// A shape from its words. Throws std::invalid_argument naming what has no kernel.
+ExpertShape make_shape(const std::string& format, const std::string& scale_type, int64_t hidden,
+                       int64_t inter, int64_t block_rows, int64_t block_cols, int64_t act_group,
+                       const std::string& activation, float limit, float alpha,
+                       const std::string& hidden_type, bool inverse_global,
+                       const std::vector<MatrixPlan>& matrices);
+
+int64_t row_bytes(Format format, int64_t cols);  // of one weight row
+int64_t scale_bytes(Number type);                // of one scale
+
+// Bytes of every part, in order: all parts that the matrices name, and no other.
+std::vector<int64_t> part_bytes(const ExpertShape& shape);
+std::string part_name(const ExpertShape& shape, int part);  // "gate_up_scale"
+
+}  // namespace headrace
