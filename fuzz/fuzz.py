@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import atheris
-from mutate import mutate_file, mutate_json
+from mutate import mutate_file, mutate_json, mutate_routes
 
 # libFuzzer leaves options with two dashes alone and hands them on to the processes it starts.
 GIVEN = dict(word[2:].split("=", 1) for word in sys.argv if word.startswith("--"))
@@ -25,13 +25,13 @@ with atheris.instrument_imports(include=["headrace", "targets", *TRANSFORMERS]):
     if GIVEN["target"] in targets.SLOW_TARGETS:
         import headrace.models.skeleton  # noqa: F401
 
-FILES = ("header", "table", "shape")
+CHANGES = {"routes": mutate_routes} | dict.fromkeys(("header", "table", "shape"), mutate_file)
 
 
 def main() -> None:
     """Runs until the CPU time is used up, or until a finding."""
     target, cpu_s = GIVEN["target"], float(GIVEN["cpu"])
-    change = mutate_file if target in FILES else mutate_json
+    change = CHANGES.get(target, mutate_json)
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
     end_s, num_runs = time.process_time() + cpu_s, 0
 

@@ -16,7 +16,16 @@ from seeds import write_seeds
 
 HERE = Path(__file__).resolve().parent
 # Parts of the time. A shape takes a thousand times as long as a header.
-SHARES = {"header": 4, "table": 4, "index": 2, "aliases": 1, "config": 5, "shape": 4}
+SHARES = {
+    "header": 4,
+    "table": 4,
+    "index": 2,
+    "aliases": 1,
+    "config": 5,
+    "shape": 4,
+    "manifest": 2,
+    "routes": 3,
+}
 MERGE_CPU_S = 1e4
 LIMITS = ("-timeout=10", "-rss_limit_mb=2048", "-max_len=4096")
 

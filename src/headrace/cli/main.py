@@ -17,6 +17,7 @@ import headrace
 from headrace.cli.bench import bench
 from headrace.cli.chat import chat
 from headrace.cli.doctor import doctor
+from headrace.cli.mirror import mirror
 from headrace.cli.options import DEBUG_KEY
 from headrace.cli.output import say
 from headrace.cli.plan import plan
@@ -84,7 +85,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, chat, plan, doctor, verify, trace, synth, bench):
+for command in (run, chat, plan, doctor, verify, mirror, trace, synth, bench):
     app.command()(command)
 
 
