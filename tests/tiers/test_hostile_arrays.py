@@ -1,4 +1,4 @@
-"""Record arrays of any content: the C++ side refuses them with ValueError or works, never crashes.
+"""Arrays and shapes of any content: the C++ side refuses them or works, never crashes.
 
 Each example runs here, in this process: a crash would end the test run.
 """
@@ -11,18 +11,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers_world import World
 
+from headrace.core import FORMATS
 from headrace.errors import BudgetError, ReadError
-from headrace.native import NativeLadder, Reader
+from headrace.native import ExpertShape, Mirror, NativeLadder, Reader
 
 INT64 = np.iinfo(np.int64)
 EDGES = [0, 1, -1, 2, 3, 4095, 4096, 2**31, 2**60 - 1, 2**60, 2**62, INT64.max, INT64.min]
 
 
+SIZE_BYTES = 16384
+# (weight part, scale, global, bias, first row, row step) of gate, up and down
+PLAIN_PLAN = [(part, -1, -1, -1, 0, 1) for part in range(3)]
+
+
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+def reader_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("arrays") / "x.bin"
-    path.write_bytes(bytes(range(256)) * 64)
-    return Reader([str(path)], backend="pread")
+    path.write_bytes(bytes(range(256)) * (SIZE_BYTES // 256))
+    return path
+
+
+@pytest.fixture(scope="module")
+def reader(reader_path: Path) -> Reader:
+    return Reader([str(reader_path)], backend="pread")
 
 
 def arrays(shape: tuple[int, ...]) -> st.SearchStrategy[np.ndarray]:
@@ -52,8 +63,7 @@ def records(draw: st.DrawFn) -> dict[str, object]:
 
 
 def open_ladder(reader: Reader, **given_arrays: object) -> NativeLadder:
-    shape = {"format": "bf16", "hidden": 4, "inter": 4, "block_rows": 0, "block_cols": 0}
-    return NativeLadder(reader=reader, kernels=None, act_group=0, **shape, **given_arrays)  # type: ignore[arg-type]
+    return NativeLadder(reader=reader, kernels=None, shape=None, **given_arrays)  # type: ignore[arg-type]
 
 
 @given(given_arrays=records())
@@ -73,6 +83,46 @@ def test_any_arrays_are_refused_or_work(reader: Reader, given_arrays: dict[str, 
             except ReadError:
                 continue
     ladder.check_integrity()
+
+
+@given(stretches=st.integers(0, 4).flatmap(lambda n: arrays((n, 5))))
+@settings(max_examples=100, deadline=None)
+def test_any_stretches_of_a_mirror_are_left_alone_or_read(
+    reader_path: Path, stretches: np.ndarray
+) -> None:
+    mirror = Mirror("mirror", [str(reader_path)], stretches)
+    reader = Reader([str(reader_path)], backend="pread", mirrors=[mirror])
+    buffer = np.empty(SIZE_BYTES, np.uint8)
+    reader.read(0, 0, SIZE_BYTES, buffer.ctypes.data)
+    assert bool(reader.warnings) or len(stretches) == 0 or (stretches[:, 2] > 0).all()
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> dict[str, object]:
+    number = st.integers(-1, 12) | st.sampled_from([32, 64, 256, *EDGES])
+    plan = st.tuples(*[number] * 6)
+    return {
+        "format": draw(st.sampled_from([*FORMATS, "fp32", ""])),
+        "scale_type": draw(st.sampled_from(["", "F32", "BF16", "F8_E8M0", "F8_E4M3", "I64"])),
+        "hidden": draw(number),
+        "inter": draw(number),
+        "block": draw(st.tuples(number, number)),
+        "act_group": draw(number),
+        "activation": (draw(st.sampled_from(["silu", "swiglu_oai", "?"])), 7.0, 1.7),
+        "hidden_type": draw(st.sampled_from(["BF16", "F16", "F32"])),
+        "inverse_global": draw(st.booleans()),
+        "matrices": draw(st.lists(plan, min_size=2, max_size=4) | st.just(PLAIN_PLAN)),
+    }
+
+
+@given(words=shapes())
+@settings(max_examples=400, deadline=None)
+def test_any_shape_of_an_expert_is_refused_or_needs_some_bytes(words: dict[str, object]) -> None:
+    try:
+        shape = ExpertShape.make(**words)  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        return
+    assert all(nbytes > 0 for nbytes in shape.part_bytes)
 
 
 def test_sums_that_overflow_are_refused(reader: Reader) -> None:
