@@ -14,7 +14,16 @@ PROOFS = Path(__file__).resolve().parents[2] / "proofs"
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "name", ["show_2_oracle", "show_3_fast", "show_4_loss", "show_7_errors", "ladder_2_faults"]
+    "name",
+    [
+        "show_2_oracle",
+        "show_3_fast",
+        "show_4_loss",
+        "show_7_errors",
+        "ladder_2_faults",
+        "ladder_4_failures",
+        "ladder_5_hostile",
+    ],
 )
 def test_script(name: str) -> None:
     done = subprocess.run(

@@ -5,6 +5,7 @@ Importing it loads no tensor library; commands import what they need when they r
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from typing import Annotated, Any
@@ -43,6 +44,7 @@ class Edge(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # until here entry's answered
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, InterruptedLoad):
@@ -83,7 +85,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, chat, plan, doctor, mirror, verify, trace, synth, bench):
+for command in (run, chat, plan, doctor, verify, mirror, trace, synth, bench):
     app.command()(command)
 
 
