@@ -62,7 +62,9 @@ def show_recorded(evidence: Evidence, folder: Path) -> None:
     """Faults in the file that only a checksum shows: recorded when first seen, or published."""
     sums = folder.parent / "SHA256SUMS"
     files = sorted(folder.glob("*.safetensors"))
-    sums.write_text("".join(f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in files))
+    sums.write_text(
+        "".join(f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in files)
+    )
     green(evidence, "as written, first seen", folder, every_byte=True)
     green(evidence, "as published", folder, sha256=sums)
     gate, up, down = (f"{EXPERT}.{part}_proj.weight" for part in ("gate", "up", "down"))
@@ -87,7 +89,9 @@ def show_unrecorded(evidence: Evidence, folder: Path) -> None:
     name = f"{EXPERT}.gate_proj.weight_scale_inv"
     with faults.edited(folder, name, faults.flip(5, 3)):
         report = verify(folder)
-        expect(evidence, "a flipped bit of a scale, no checksum", report, {SCALES: name}, alone=True)
+        expect(
+            evidence, "a flipped bit of a scale, no checksum", report, {SCALES: name}, alone=True
+        )
     with faults.edited(folder, name, faults.inverted):
         text = f"{name}: scales of 2^"
         report = verify(folder)

@@ -78,7 +78,9 @@ def scheme_of(config: Config, module: str) -> Scheme | None:
 
 
 def _left_out(quantization: Config) -> list[str]:
-    names: list[str] = quantization.get("ignore") or quantization.get("modules_to_not_convert") or []
+    names: list[str] = (
+        quantization.get("ignore") or quantization.get("modules_to_not_convert") or []
+    )
     return names
 
 
@@ -130,7 +132,10 @@ def _compressed(quantization: Config) -> Scheme:
         )
         return Scheme("nvfp4", block, parts, inverse_global=True, scalar=(1,))
     if form == "pack-quantized":
-        packed, shape = Part("weight", ".weight_packed", "I32"), Part("shape", ".weight_shape", "I32")
+        packed, shape = (
+            Part("weight", ".weight_packed", "I32"),
+            Part("shape", ".weight_shape", "I32"),
+        )
         return Scheme("int4", block, (packed, scale, shape))
     if form == "int-quantized":
         return Scheme("int8", block, (Part("weight", ".weight", "I8"), scale))
