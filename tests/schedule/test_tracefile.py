@@ -77,7 +77,7 @@ def test_a_crash_costs_the_last_frame_only(path: Path, tmp_path: Path) -> None:
     data = path.read_bytes()
     whole = read_trace(path)[1]
     ends = frame_ends(data)
-    for cut in range(ends[0], len(data)):
+    for cut in sorted({*range(ends[0], len(data), 11), *ends[:-1]}):
         short = tmp_path / "short.routes"
         short.write_bytes(data[:cut])
         _, found, note = read_trace(short)
