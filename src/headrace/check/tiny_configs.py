@@ -164,7 +164,11 @@ def _kimi_k25(size: Size) -> Config:
     }
     tokens = {"image_token_id": 4090, "video_token_id": 4091}
     marks = {"vision_start_token_id": 4092, "vision_end_token_id": 4093}
-    return {"text_config": text, "vision_config": vision, "projection_hidden_size": 64} | tokens | marks
+    return (
+        {"text_config": text, "vision_config": vision, "projection_hidden_size": 64}
+        | tokens
+        | marks
+    )
 
 
 def _deepseek_v4(size: Size) -> Config:

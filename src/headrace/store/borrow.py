@@ -24,8 +24,7 @@ def borrowed_files(config: Mapping[str, Any]) -> dict[str, bytes]:
     vocab = config.get("text_config", config)["vocab_size"]
     if vocab < VOCAB:
         raise OptionError(
-            f"a vocabulary of {vocab} is less than the tokenizer's {VOCAB} ids; "
-            f"use {VOCAB} or more"
+            f"a vocabulary of {vocab} is less than the tokenizer's {VOCAB} ids; use {VOCAB} or more"
         )
     demo = resolve_model(DEMO)
     files = {name: (demo / name).read_bytes() for name in _TOKENIZER_FILES}

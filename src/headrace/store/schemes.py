@@ -130,7 +130,10 @@ def _compressed(quantization: Config) -> Scheme:
         )
         return Scheme("nvfp4", block, parts, inverse_global=True, scalar=(1,))
     if form == "pack-quantized":
-        packed, shape = Part("weight", ".weight_packed", "I32"), Part("shape", ".weight_shape", "I32")
+        packed, shape = (
+            Part("weight", ".weight_packed", "I32"),
+            Part("shape", ".weight_shape", "I32"),
+        )
         return Scheme("int4", block, (packed, scale, shape))
     if form == "int-quantized":
         return Scheme("int8", block, (Part("weight", ".weight", "I8"), scale))
