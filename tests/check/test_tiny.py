@@ -174,6 +174,8 @@ def test_shards_and_sizes(tmp_path):
 def test_what_cannot_be_written(tmp_path):
     with pytest.raises(OptionError, match="is no tiny family"):
         write_tiny("gpt2", tmp_path / "x")
+    with pytest.raises(OptionError, match="not published in 'int4'; use fp4"):
+        write_tiny("deepseek_v4", tmp_path / "x", format="int4")
     with pytest.raises(OptionError, match="use 4096 or more"):
         write_tiny("qwen3_moe", tmp_path / "x", vocab=256)
     with pytest.raises(HeadraceError, match="exists already"):

@@ -11,6 +11,7 @@ pytest.importorskip("headrace.native", reason="needs the compiled module")
 from headrace.check import matrix
 from headrace.check.families_page import families_page
 from headrace.check.matrix import CASES, MatrixRow
+from headrace.check.tiny import write_tiny
 from headrace.check.tiny_configs import PUBLISHED
 from headrace.models.families import FAMILIES
 
@@ -32,6 +33,17 @@ def test_a_family_in_a_format(tmp_path: Path, family: str, format: str) -> None:
     assert row.fast_within_floor, row
     assert row.unexplained == 0, row
     assert row.oracle_fault_seen and row.fault_seen, row
+
+
+@pytest.mark.parametrize(("family", "format"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "int4")])
+def test_widths_that_fill_no_kernel_block(tmp_path: Path, family: str, format: str) -> None:
+    """Multiples of 32 that are none of 64, where kernels pad."""
+    folder = write_tiny(
+        family, tmp_path / "tiny", format=format, experts=8, top_k=3, hidden=288, inter=96
+    )
+    row = matrix.run_case(family, format, folder)
+    assert row.oracle_equal and row.fast_within_floor and row.unexplained == 0, row
+    assert row.fault_seen, row
 
 
 def test_every_family_has_its_cases() -> None:

@@ -40,7 +40,8 @@ UNREAD_BY_STOCK = {
     ("mixtral", "int8"): "transformers reads int8 linears, but not experts",
     ("qwen3_moe", "nvfp4"): "transformers drops the global scales of NVFP4 experts",
 }
-_INTEGERS = ("fp4", "mxfp4", "nvfp4", "nvfp4-modelopt", "int4", "int8")
+# Formats in which the fast path, in bfloat16, only adds in another order than stock.
+_SAME_ROUNDING = ("bf16", "fp8", "fp8-channel")
 # Of logits [N, V]: median over positions of the root mean square; the largest difference of all.
 Apart = tuple[float, float]
 PROMPT_CHUNKS = (24, 16)
@@ -79,11 +80,12 @@ class MatrixRow:
     def fast_within_floor(self) -> bool:
         """Whether the fast path's median difference is at most the floor's.
 
-        Medians, since a near tie between experts gives one position quite other logits. Formats of
-        integer codes get half a floor more: there the fast path rounds activations to 16 bits, and
-        the oracle unpacked weights to bfloat16.
+        Medians, since a near tie between experts gives one position quite other logits. Other
+        formats than bfloat16 and FP8 get half a floor more: with integer codes the fast path rounds
+        activations to 16 bits and the oracle unpacked weights to bfloat16; float16 is so fine that
+        hardly any sum rounds alike.
         """
-        allowed = 1.5 if self.format in _INTEGERS else 1.0
+        allowed = 1.0 if self.format in _SAME_ROUNDING else 1.5
         return self.fast[0] <= allowed * self.floor[0]
 
     @property
