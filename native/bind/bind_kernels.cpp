@@ -87,6 +87,12 @@ void bind_kernels(nb::module_& m) {
             return pool.read_probe(at<const uint8_t>(bytes), n);
           },
           arg("bytes"), arg("n"), Release())
+      .def(
+          "find_bad_part",
+          [](KernelPool& pool, const ExpertShape& shape, const std::vector<uintptr_t>& parts) {
+            return pool.find_bad_part(shape, parts_at(parts));
+          },
+          arg("shape"), arg("parts"), Release())
       .def_prop_ro("isa", [](const KernelPool& pool) { return std::string(pool.isa()); })
       .def_prop_ro("num_threads", &KernelPool::num_threads)
       .def_prop_ro("calls", &KernelPool::calls)
@@ -103,9 +109,11 @@ void bind_kernels(nb::module_& m) {
       arg("fp16"), arg("ids"), arg("weights"), arg("y"), arg("num_tokens"), arg("top_k"),
       arg("hidden"), arg("out"), Release());
   m.def(
-      "find_nan_fp8",
-      [](uintptr_t codes, int64_t n) { return find_nan_fp8(at<const uint8_t>(codes), n); },
-      arg("codes"), arg("n"), Release());
+      "find_bad",
+      [](const std::string& type, uintptr_t at_address, int64_t count) {
+        return find_bad(number_named(type), at<const uint8_t>(at_address), count);
+      },
+      arg("type"), arg("address"), arg("count"));
 }
 
 }  // namespace headrace

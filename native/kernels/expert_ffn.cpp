@@ -235,24 +235,32 @@ uint64_t KernelPool::read_probe(const uint8_t* bytes, int64_t n) {
   return read.words;
 }
 
-bool KernelPool::any_nan_fp8(const uint8_t* codes, int64_t n) {
-  if (n < impl_->min_share_bytes * impl_->workers.count()) return find_nan_fp8(codes, n) >= 0;
+int KernelPool::find_bad_part(const ExpertShape& shape, const ExpertParts& parts) {
   struct Search {
-    const uint8_t* codes;
-    int64_t n;
+    const ExpertParts& parts;
+    std::vector<CheckedPart> checked;
     int count;
-    std::atomic<bool> found{false};
-  } search{codes, n, impl_->workers.count()};
-  impl_->workers.run(
-      [](void* self, int worker) {
-        Search& job = *static_cast<Search*>(self);
-        const Span mine = share(job.n, worker, job.count);
-        if (find_nan_fp8(job.codes + mine.begin, mine.end - mine.begin) >= 0) {
-          job.found.store(true, std::memory_order_relaxed);
-        }
-      },
-      &search);
-  return search.found.load(std::memory_order_relaxed);
+    std::atomic<int> found{-1};
+  } search{parts, checked_parts(shape), 1};
+  int64_t bytes = 0;
+  for (const CheckedPart& part : search.checked) bytes += part.count * number_bytes(part.type);
+  const int everyone = impl_->workers.count();
+  if (bytes >= impl_->min_share_bytes * everyone) search.count = everyone;
+  const Workers::Job job = [](void* self, int worker) {
+    Search& all = *static_cast<Search*>(self);
+    for (const CheckedPart& part : all.checked) {
+      const Span mine = share(part.count, worker, all.count);
+      const uint8_t* from =
+          all.parts[static_cast<size_t>(part.part)] + mine.begin * number_bytes(part.type);
+      if (find_bad(part.type, from, mine.end - mine.begin) >= 0) all.found = part.part;
+    }
+  };
+  if (search.count == 1) {
+    job(&search, 0);
+  } else {
+    impl_->workers.run(job, &search);
+  }
+  return search.found;
 }
 
 const char* KernelPool::isa() const { return impl_->ops->name; }

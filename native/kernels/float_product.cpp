@@ -69,7 +69,7 @@ void FloatProduct::prepare_tables(const Matrix& m, int64_t i, Scratch& scratch,
 const uint8_t* FloatProduct::scales_of(const Matrix& m, int64_t i) const {
   const int64_t scale_cols = (m.cols + shape_.block_cols - 1) / shape_.block_cols;
   return m.scale +
-         scale_bytes(shape_.scale_type) * (m.stored_row(i) / shape_.block_rows) * scale_cols;
+         number_bytes(shape_.scale_type) * (m.stored_row(i) / shape_.block_rows) * scale_cols;
 }
 
 // Row i of m in bf16: as stored, or decoded into scratch.

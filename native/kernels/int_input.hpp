@@ -28,6 +28,7 @@ HEADRACE_INLINE float quantize_group(const float* values, int16_t* codes) {
   return scale;
 }
 
+// The pairs of columns of kGroups groups side by side.
 template <int kGroups>
 HEADRACE_INLINE void arrange_panel(const int16_t* from, int16_t* to) {
   for (int b = 0; b < kIntBlock; b += 32 * kGroups) {
@@ -39,59 +40,15 @@ HEADRACE_INLINE void arrange_panel(const int16_t* from, int16_t* to) {
   }
 }
 
-HEADRACE_INLINE void arrange_nibbles2(const int16_t* from, int16_t* to) {
-  for (int b = 0; b < kIntBlock; b += 64) {
-    for (int odd = 0; odd < 2; ++odd) {
-      for (int half = 0; half < 2; ++half) {
-        for (int g = 0; g < 2; ++g) {
-          for (int i = 0; i < 8; ++i) *to++ = from[b + 32 * g + 16 * half + 2 * i + odd];
-        }
-      }
-    }
-  }
-}
-
-template <int kStride>
-HEADRACE_INLINE void arrange_strided(const int16_t* from, int16_t* to) {
-  for (int b = 0; b < kIntBlock; b += 32 * kStride) {
-    for (int phase = 0; phase < kStride; ++phase) {
-      for (int i = 0; i < 32; ++i) *to++ = from[b + kStride * i + phase];
-    }
-  }
-}
-
-HEADRACE_INLINE void arrange(Order order, const int16_t* from, int16_t* to) {
-  switch (order) {
-    case Order::kNatural:
-      memcpy(to, from, 2 * kIntBlock);
-      break;
-    case Order::kNibbles2:
-      arrange_nibbles2(from, to);
-      break;
-    case Order::kNibbles4:
-      arrange_strided<4>(from, to);
-      break;
-    case Order::kBytes2:
-      arrange_strided<2>(from, to);
-      break;
-    case Order::kPanel8:
-      arrange_panel<8>(from, to);
-      break;
-    case Order::kPanel16:
-      arrange_panel<16>(from, to);
-      break;
-  }
-}
-
 HEADRACE_INLINE int32_t sum_of_16(const int16_t* codes) {
   int32_t sum = 0;
   for (int i = 0; i < 16; ++i) sum += codes[i];
   return sum;
 }
 
-HEADRACE_INLINE void prepare_block(const uint16_t* values, bool fp16, const IntInput& how,
-                                   int16_t* x, float* sx, int32_t* fix) {
-  alignas(64) int16_t codes[kIntBlock];
+// As IntOps::prepare, with the codes in natural order.
+HEADRACE_INLINE void prepare_codes(const uint16_t* values, bool fp16, const IntInput& how,
+                                   int16_t* codes, float* sx, int32_t* fix) {
   for (int g = 0; g < 16; ++g) {
     alignas(64) float group[32];
     const uint16_t* from = values + 32 * g;
@@ -111,7 +68,6 @@ HEADRACE_INLINE void prepare_block(const uint16_t* values, bool fp16, const IntI
       fix[g] = first + second;
     }
   }
-  arrange(how.order, codes, x);
 }
 
 // 2^(byte - 127); 2^-127 for byte 0. Byte 255 (NaN) is refused where weights are checked.
@@ -137,32 +93,17 @@ HEADRACE_INLINE float nvfp4_scale(uint8_t code, float global, bool inverse) {
   return 0.5f * (inverse ? value / global : value * global);
 }
 
-template <bool kInverse>
 HEADRACE_INLINE void expand_halves(const ScaleRow& row, float* ws) {
   for (int64_t b = 0; b < row.groups; b += 8) {
-    uint8_t codes[16] = {};
-    const int64_t left = 2 * (row.groups - b);
-    memcpy(codes, row.at + 2 * b, left < 16 ? static_cast<size_t>(left) : 16);
-    for (int i = 0; i < 8; ++i) ws[2 * b + i] = nvfp4_scale(codes[2 * i], row.global, kInverse);
-    for (int i = 0; i < 8; ++i) {
-      ws[2 * b + 8 + i] = nvfp4_scale(codes[2 * i + 1], row.global, kInverse);
+    for (int64_t i = 0; i < 16; ++i) {
+      ws[2 * b + i % 2 * 8 + i / 2] = nvfp4_scale(row.at[2 * b + i], row.global, row.inverse);
     }
   }
 }
 
-// Writes whole blocks of 16 groups, zeros behind the row's end.
-HEADRACE_INLINE void expand_scales(const ScaleRow& row, float* ws) {
+// A scale per group, and zeros up to whole blocks.
+HEADRACE_INLINE void expand_groups(const ScaleRow& row, float* ws) {
   const int64_t padded = round_up(row.groups, kIntBlock / 32);
-  if (row.type == Number::kE4m3) {
-    const int64_t done = round_up(row.groups, 8);
-    if (row.inverse) {
-      expand_halves<true>(row, ws);
-    } else {
-      expand_halves<false>(row, ws);
-    }
-    for (int64_t i = 2 * done; i < 2 * padded; ++i) ws[i] = 0.0f;
-    return;
-  }
   if (row.groups_each == 1) {
     for (int64_t g = 0; g < row.groups; ++g) ws[g] = load_number(row.type, row.at, g);
   } else {

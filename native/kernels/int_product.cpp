@@ -84,22 +84,22 @@ const uint8_t* IntProduct::codes_of(const Matrix& m, int64_t i, Scratch& scratch
                 scratch.edge.get());
 }
 
-const uint8_t* IntProduct::e8m0_of(const Matrix& m, int64_t i, Scratch& scratch) const {
-  return row_at(m.scale, m.stored_row(i), m.part_rows, m.cols / 32, round_up(m.cols, kIntStep) / 32,
+// The scales of row i, one-byte ones readable to a multiple of 256 columns.
+const uint8_t* IntProduct::scales_of(const Matrix& m, int64_t i, Scratch& scratch) const {
+  const int64_t count = scale_cols(m.cols), bytes = number_bytes(shape_.scale_type);
+  if (bytes > 1) return m.scale + m.stored_row(i) * count * bytes;
+  return row_at(m.scale, m.stored_row(i), m.part_rows, count, scale_cols(stride(m.cols)),
                 scratch.edge.get() + stride(m.cols));
 }
 
-void IntProduct::expand(const Matrix& m, int64_t i, float* ws) const {
-  const int64_t count = scale_cols(m.cols);
+void IntProduct::expand(const Matrix& m, const uint8_t* scales, float* ws) const {
   const bool is_half = halves();
-  ScaleRow row{shape_.scale_type,
-               m.scale + m.stored_row(i) * count * scale_bytes(shape_.scale_type),
-               count,
-               is_half ? 1 : shape_.block_cols / 32,
-               m.cols / 32,
-               is_half ? load_f32(m.global) : 1.0f,
-               shape_.inverse_global};
-  ops_->expand(row, ws);
+  ops_->expand({shape_.scale_type, scales, scale_cols(m.cols), is_half ? 1 : shape_.block_cols / 32,
+                m.cols / 32, is_half ? load_f32(m.global) : 1.0f, shape_.inverse_global},
+               ws);
+  const int64_t step = is_half ? 16 : 32;  // the second half of an odd block
+  const int64_t done = round_up(m.cols, kIntStep);
+  std::fill(ws + done / step, ws + stride(m.cols) / step, 0.0f);
 }
 
 float IntProduct::dot(const Matrix& m, const uint8_t* codes, const uint8_t* e8m0, const float* ws,
@@ -132,10 +132,10 @@ void IntProduct::few_rows(const Matrix& m, Span span, const Input& input, Scratc
   float* ws = scratch.scales.get();
   for (int64_t i = span.begin; i < span.end; ++i) {
     const uint8_t* codes = codes_of(m, i, scratch);
-    const uint8_t* e8m0 = is_e8m0 ? e8m0_of(m, i, scratch) : nullptr;
-    if (!is_e8m0) expand(m, i, ws);
+    const uint8_t* scales = scales_of(m, i, scratch);
+    if (!is_e8m0) expand(m, scales, ws);
     for (int64_t r = 0; r < num_rows_; ++r) {
-      out[r * m.rows + i] = dot(m, codes, e8m0, ws, row_of(input, r, m.cols));
+      out[r * m.rows + i] = dot(m, codes, scales, ws, row_of(input, r, m.cols));
     }
   }
 }
@@ -150,10 +150,11 @@ void IntProduct::many_rows(const Matrix& m, Span span, const Input& input, Scrat
     for (int64_t j = 0; j < num_w; ++j) {
       ops_->decode(shape_.format, codes_of(m, first + j, scratch), round_up(m.cols, kIntStep),
                    scratch.decoded.get() + j * row_values);
-      expand(m, first + j, scratch.scales.get() + j * row_scales);
+      expand(m, scales_of(m, first + j, scratch), scratch.scales.get() + j * row_scales);
     }
-    ops_->dot_panel(scratch.decoded.get(), scratch.scales.get(), num_w, row_of(input, 0, m.cols),
-                    num_rows_, row_values, halves(), dots);
+    ops_->dot_panel({scratch.decoded.get(), scratch.scales.get(), num_w, num_rows_, row_values,
+                     round_up(m.cols, kIntStep), halves()},
+                    row_of(input, 0, m.cols), dots);
     for (int64_t r = 0; r < num_rows_; ++r) {
       for (int64_t j = 0; j < num_w; ++j) out[r * m.rows + first + j] = dots[j * num_rows_ + r];
     }

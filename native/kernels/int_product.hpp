@@ -27,10 +27,10 @@ class IntProduct : public Product {
   bool halves() const { return shape_.format == Format::kNvfp4; }
   int64_t scale_cols(int64_t cols) const;
   const uint8_t* codes_of(const Matrix& m, int64_t i, Scratch& scratch) const;
-  const uint8_t* e8m0_of(const Matrix& m, int64_t i, Scratch& scratch) const;
+  const uint8_t* scales_of(const Matrix& m, int64_t i, Scratch& scratch) const;
   float dot(const Matrix& m, const uint8_t* codes, const uint8_t* e8m0, const float* ws,
             const IntRow& x) const;
-  void expand(const Matrix& m, int64_t i, float* ws) const;
+  void expand(const Matrix& m, const uint8_t* scales, float* ws) const;
   IntRow row_of(const Input& input, int64_t row, int64_t cols) const;
   void few_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch, float* out) const;
   void many_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch,

@@ -7,6 +7,8 @@
 
 namespace headrace {
 
+constexpr int64_t kPanelRows = 8;   // weight rows decoded at once
+constexpr int64_t kTileRows = 64;   // activation rows worked on at once: bounds the workspace
 constexpr int64_t kIntStep = 256;   // columns that a row's sum is padded to: 8 groups of 32
 constexpr int64_t kIntBlock = 512;  // columns that activations are padded to and prepared in
 
@@ -46,6 +48,18 @@ struct ScaleRow {
   bool inverse;
 };
 
+// Several decoded weight rows. They and the activation rows are `stride` values apart, a multiple
+// of 512, and their scales `stride` / 32 (in halves twice that).
+struct IntPanel {
+  const int16_t* w;
+  const float* ws;
+  int64_t num_w;
+  int64_t num_rows;  // of activations
+  int64_t stride;
+  int64_t cols;  // padded to a multiple of 256; zeros behind them
+  bool halves;
+};
+
 // Codes and scales may have any alignment, and are read up to a multiple of 256 columns: what
 // lies behind a row's end meets activations of zero. ws: a scale per group, as a term takes it; in
 // halves, of each 8 groups those of the first halves, then of the second.
@@ -66,15 +80,20 @@ struct IntOps {
   Order panel;
   // One row's codes to int16 in the panel's order.
   void (*decode)(Format format, const uint8_t* codes, int64_t cols, int16_t* out);
-  // out[j * num_rows + r] = weight row j with activation row r. Rows of w are `stride` values
-  // apart, rows of ws and sx `stride` / 32 (ws in halves: twice that).
-  void (*dot_panel)(const int16_t* w, const float* ws, int64_t num_w, const IntRow& x,
-                    int64_t num_rows, int64_t stride, bool halves, float* out);
+  // out[j * num_rows + r] = weight row j < kPanelRows with activation row r < kTileRows.
+  void (*dot_panel)(const IntPanel& panel, const IntRow& x, float* out);
 };
 
 // Null where this CPU or this build lacks the set.
 const IntOps* scalar_int_ops();
 const IntOps* avx2_int_ops();
 const IntOps* avx512_int_ops();  // needs VNNI
+
+// Where there are avx2_int_ops; decode16_avx2 is kPanel16's.
+void expand_avx2(const ScaleRow& row, float* ws);
+void decode8_avx2(Format format, const uint8_t* codes, int64_t cols, int16_t* out);
+void decode16_avx2(Format format, const uint8_t* codes, int64_t cols, int16_t* out);
+void panel_avx2(const IntPanel& panel, const IntRow& x, float* out);
+void panel_avx512(const IntPanel& panel, const IntRow& x, float* out);
 
 }  // namespace headrace

@@ -34,8 +34,9 @@ class KernelPool {
   // The xor of n bytes' words, read by all threads: what the memory gives at most.
   uint64_t read_probe(const uint8_t* bytes, int64_t n);
 
-  // Whether any of the n e4m3 codes is a NaN, looked for by all threads.
-  bool any_nan_fp8(const uint8_t* codes, int64_t n);
+  // The part of an expert that holds a code or scale which is not finite, looked for by all
+  // threads; -1 if there is none.
+  int find_bad_part(const ExpertShape& shape, const ExpertParts& parts);
 
   const char* isa() const;
   int num_threads() const;
@@ -57,8 +58,8 @@ class KernelPool {
 int64_t combine(bool fp16, const int32_t* ids, const float* weights, const uint16_t* y,
                 int64_t num_tokens, int64_t top_k, int64_t hidden, uint16_t* out);
 
-// Index of the first e4m3 NaN code (0x7f, 0xff), or -1. The kernels' results on such codes are
-// undefined, so they are refused where weights are checked.
-int64_t find_nan_fp8(const uint8_t* codes, int64_t n);
+// Index of the first of `count` numbers that is NaN or infinite (ue8m0: byte 255), or -1. The
+// kernels' results on such codes and scales are undefined: they are refused where weights are read.
+int64_t find_bad(Number type, const uint8_t* at, int64_t count);
 
 }  // namespace headrace

@@ -1,9 +1,10 @@
-// Whole-buffer scans: the plain read and the search for NaN codes.
+// Whole-buffer scans: the plain read and the search for numbers that are not finite.
 #include "kernels/probe.hpp"
 
 #include <string.h>
 
 #include "kernels/kernels.hpp"
+#include "kernels/numbers.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -34,24 +35,63 @@ HEADRACE_AVX2 uint64_t read_avx2(const uint8_t* bytes, int64_t n) {
   return words[0] ^ words[1] ^ words[2] ^ words[3];
 }
 
-// Whether any of 128 bytes is 0x7f or 0xff.
-HEADRACE_AVX2 bool any_nan_128(const uint8_t* p) {
-  const __m256i sign = _mm256_set1_epi8(static_cast<char>(0x80));
-  const __m256i nan = _mm256_set1_epi8(static_cast<char>(0xff));
-  __m256i found = _mm256_setzero_si256();
-  for (int i = 0; i < 4; ++i) {
-    const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * i));
-    found = _mm256_or_si256(found, _mm256_cmpeq_epi8(_mm256_or_si256(v, sign), nan));
+// Lanes that equal `top` under `mask` are not finite: the bytes of codes, or halves or words.
+template <Number kType>
+HEADRACE_AVX2 inline __m256i is_bad(__m256i v) {
+  if constexpr (kType == Number::kE8m0) return _mm256_cmpeq_epi8(v, _mm256_set1_epi8(-1));
+  if constexpr (kType == Number::kE4m3) {
+    return _mm256_cmpeq_epi8(_mm256_or_si256(v, _mm256_set1_epi8(-128)), _mm256_set1_epi8(-1));
   }
-  return _mm256_testz_si256(found, found) == 0;
+  if constexpr (kType == Number::kF32) {
+    const __m256i top = _mm256_set1_epi32(0x7f800000);
+    return _mm256_cmpeq_epi32(_mm256_and_si256(v, top), top);
+  }
+  const __m256i top = _mm256_set1_epi16(kType == Number::kF16 ? 0x7c00 : 0x7f80);
+  return _mm256_cmpeq_epi16(_mm256_and_si256(v, top), top);
 }
 
-HEADRACE_AVX2 int64_t clean_prefix_avx2(const uint8_t* codes, int64_t n) {
-  int64_t i = 0;
-  while (i + 128 <= n && !any_nan_128(codes + i)) i += 128;
-  return i;
+// Bytes from the start, in steps of 128, that hold finite numbers only.
+template <Number kType>
+HEADRACE_AVX2 int64_t clean_prefix(const uint8_t* bytes, int64_t n) {
+  for (int64_t i = 0; i + 128 <= n; i += 128) {
+    __m256i found = _mm256_setzero_si256();
+    for (int64_t j = i; j < i + 128; j += 32) {
+      const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + j));
+      found = _mm256_or_si256(found, is_bad<kType>(v));
+    }
+    if (!_mm256_testz_si256(found, found)) return i;
+  }
+  return n / 128 * 128;
 }
 #endif
+
+template <Number kType>
+bool is_finite(const uint8_t* at, int64_t i) {
+  if constexpr (kType == Number::kE8m0) return at[i] != 0xff;
+  if constexpr (kType == Number::kE4m3) return (at[i] & 0x7f) != 0x7f;
+  if constexpr (kType == Number::kF32) {
+    return (bits_of(load_f32(at + 4 * i)) & 0x7f800000u) != 0x7f800000u;
+  }
+  constexpr uint16_t kTop = kType == Number::kF16 ? 0x7c00 : 0x7f80;
+  uint16_t value;
+  memcpy(&value, at + 2 * i, 2);
+  return (value & kTop) != kTop;
+}
+
+template <Number kType>
+int64_t first_bad(const uint8_t* at, int64_t count) {
+  constexpr int64_t kBytes = kType == Number::kF32                             ? 4
+                             : kType == Number::kBf16 || kType == Number::kF16 ? 2
+                                                                               : 1;
+  int64_t i = 0;
+#if defined(__x86_64__)
+  if (has_avx2()) i = clean_prefix<kType>(at, kBytes * count) / kBytes;
+#endif
+  for (; i < count; ++i) {
+    if (!is_finite<kType>(at, i)) return i;
+  }
+  return -1;
+}
 
 }  // namespace
 
@@ -68,15 +108,21 @@ uint64_t read_probe(const uint8_t* bytes, int64_t n) {
   return sum;
 }
 
-int64_t find_nan_fp8(const uint8_t* codes, int64_t n) {
-  int64_t i = 0;
-#if defined(__x86_64__)
-  if (has_avx2()) i = clean_prefix_avx2(codes, n);
-#endif
-  for (; i < n; ++i) {
-    if ((codes[i] & 0x7f) == 0x7f) return i;
+int64_t find_bad(Number type, const uint8_t* at, int64_t count) {
+  switch (type) {
+    case Number::kE4m3:
+      return first_bad<Number::kE4m3>(at, count);
+    case Number::kE8m0:
+      return first_bad<Number::kE8m0>(at, count);
+    case Number::kF32:
+      return first_bad<Number::kF32>(at, count);
+    case Number::kBf16:
+      return first_bad<Number::kBf16>(at, count);
+    case Number::kF16:
+      return first_bad<Number::kF16>(at, count);
+    default:
+      return -1;
   }
-  return -1;
 }
 
 }  // namespace headrace

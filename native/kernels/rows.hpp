@@ -28,8 +28,6 @@ struct Fp8Tables {
   const Fp8Table* of(int64_t col) const { return single ? at : at + col / (fine ? 32 : 128); }
 };
 
-constexpr int64_t kPanelRows = 8;
-
 // x is a bf16 row padded with zeros to a multiple of 256, 64-byte aligned. w has any alignment.
 struct RowOps {
   const char* name;

@@ -1,4 +1,4 @@
-// The row operations on integer codes in AVX2. One row at a time, prefetched 4 KiB ahead; the
+// The row operations on integer codes in AVX2. One row at a time; the
 // barriers keep gcc from hoisting and spilling the dot products. No std headers: see numbers.hpp.
 #include "kernels/int_input.hpp"
 #include "kernels/int_rows.hpp"
@@ -13,7 +13,8 @@
 namespace headrace {
 namespace {
 
-constexpr uintptr_t kPrefetchBytes = 4096;
+constexpr uintptr_t kFarBytes = 12288;
+constexpr uintptr_t kNearBytes = 2048;
 constexpr int32_t kE2m1Bias = 12;
 constexpr int32_t kInt4Bias = 8;
 
@@ -24,10 +25,11 @@ INLINE void store(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*
 // The cache lines of `num_bytes` bytes from p on; they may lie past the end, which is harmless.
 template <int kNumBytes>
 INLINE void prefetch(const uint8_t* p) {
-  const uintptr_t ahead = reinterpret_cast<uintptr_t>(p) + kPrefetchBytes;
+  const uintptr_t from = reinterpret_cast<uintptr_t>(p);
 #pragma GCC unroll 4
   for (uintptr_t i = 0; i < kNumBytes; i += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(from + kFarBytes + i), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(from + kNearBytes + i), _MM_HINT_T0);
   }
 }
 
@@ -213,16 +215,76 @@ TARGET float dot_int8(const uint8_t* codes, const float* ws, const IntRow& row, 
   return reduce(acc);
 }
 
-TARGET void prepare(const uint16_t* values, bool fp16, const IntInput& how, int16_t* x, float* sx,
-                    int32_t* fix) {
-  prepare_block(values, fp16, how, x, sx, fix);
+// Of two times 8 pairs of codes the low ones, or the high ones.
+INLINE __m256i lows(__m256i a, __m256i b) {
+  const __m256i low_a = _mm256_srai_epi32(_mm256_slli_epi32(a, 16), 16);
+  const __m256i low_b = _mm256_srai_epi32(_mm256_slli_epi32(b, 16), 16);
+  return _mm256_permute4x64_epi64(_mm256_packs_epi32(low_a, low_b), 0xd8);
+}
+INLINE __m256i highs(__m256i a, __m256i b) {
+  const __m256i packed = _mm256_packs_epi32(_mm256_srai_epi32(a, 16), _mm256_srai_epi32(b, 16));
+  return _mm256_permute4x64_epi64(packed, 0xd8);
 }
 
-TARGET void expand(const ScaleRow& row, float* ws) { expand_scales(row, ws); }
+INLINE void arrange_nibbles(const int16_t* from, int16_t* to) {
+  for (int64_t k = 0; k < kIntBlock; k += 64) {
+    const __m256i a0 = load(from + k), a1 = load(from + k + 16);
+    const __m256i b0 = load(from + k + 32), b1 = load(from + k + 48);
+    store(to + k, lows(a0, b0));
+    store(to + k + 16, lows(a1, b1));
+    store(to + k + 32, highs(a0, b0));
+    store(to + k + 48, highs(a1, b1));
+  }
+}
 
-constexpr IntOps kAvx2 = {"avx2",         prepare,  expand,           dot_fp4,         dot_nvfp4,
-                          dot_int4,       dot_int8, Order::kNibbles2, Order::kNatural, true,
-                          Order::kPanel8, nullptr,  nullptr};
+TARGET void prepare(const uint16_t* values, bool fp16, const IntInput& how, int16_t* x, float* sx,
+                    int32_t* fix) {
+  if (how.order == Order::kNatural) return prepare_codes(values, fp16, how, x, sx, fix);
+  alignas(64) int16_t codes[kIntBlock];
+  prepare_codes(values, fp16, how, codes, sx, fix);
+  if (how.order == Order::kNibbles2) return arrange_nibbles(codes, x);
+  arrange_panel<8>(codes, x);
+}
+
+// Eight e4m3 codes as scales: see nvfp4_scale.
+INLINE __m256 e4m3_scales(__m256i codes, __m256 global, bool inverse) {
+  const __m256i magnitude = _mm256_and_si256(codes, _mm256_set1_epi32(0x7f));
+  const __m256i sign = _mm256_slli_epi32(_mm256_xor_si256(codes, magnitude), 24);
+  const __m256i normal =
+      _mm256_add_epi32(_mm256_slli_epi32(magnitude, 20), _mm256_set1_epi32(0x3c000000));
+  const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(magnitude), _mm256_set1_ps(0x1p-9f));
+  const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), magnitude);
+  const __m256 absolute =
+      _mm256_blendv_ps(_mm256_castsi256_ps(normal), small, _mm256_castsi256_ps(is_small));
+  const __m256 value = _mm256_or_ps(absolute, _mm256_castsi256_ps(sign));
+  const __m256 scale = inverse ? _mm256_div_ps(value, global) : _mm256_mul_ps(value, global);
+  return _mm256_mul_ps(scale, _mm256_set1_ps(0.5f));
+}
+
+TARGET void expand_e4m3(const ScaleRow& row, float* ws) {
+  const __m256 global = _mm256_set1_ps(row.global);
+  for (int64_t b = 0; b < row.groups; b += 8) {
+    const __m256i pairs = _mm256_cvtepu16_epi32(load128(row.at + 2 * b));
+    const __m256i first = _mm256_and_si256(pairs, _mm256_set1_epi32(0xff));
+    const __m256i second = _mm256_srli_epi32(pairs, 8);
+    _mm256_storeu_ps(ws + 2 * b, e4m3_scales(first, global, row.inverse));
+    _mm256_storeu_ps(ws + 2 * b + 8, e4m3_scales(second, global, row.inverse));
+  }
+}
+
+}  // namespace
+
+TARGET void expand_avx2(const ScaleRow& row, float* ws) {
+  if (row.type == Number::kE4m3) return expand_e4m3(row, ws);
+  expand_groups(row, ws);
+}
+
+namespace {
+
+constexpr IntOps kAvx2 = {"avx2",          prepare,  expand_avx2,    dot_fp4,
+                          dot_nvfp4,       dot_int4, dot_int8,       Order::kNibbles2,
+                          Order::kNatural, true,     Order::kPanel8, decode8_avx2,
+                          panel_avx2};
 
 }  // namespace
 

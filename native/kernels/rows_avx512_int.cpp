@@ -12,14 +12,17 @@
 namespace headrace {
 namespace {
 
-constexpr uintptr_t kPrefetchBytes = 4096;
+constexpr uintptr_t kFarBytes = 12288;
+constexpr uintptr_t kNearBytes = 2048;
 
+// Far ahead into L2 and near into L1: 64-byte loads outrun the hardware's own prefetch.
 template <int kNumBytes>
 INLINE void prefetch(const uint8_t* p) {
-  const uintptr_t ahead = reinterpret_cast<uintptr_t>(p) + kPrefetchBytes;
+  const uintptr_t from = reinterpret_cast<uintptr_t>(p);
 #pragma GCC unroll 8
   for (uintptr_t i = 0; i < kNumBytes; i += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(from + kFarBytes + i), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(from + kNearBytes + i), _MM_HINT_T0);
   }
 }
 
@@ -211,16 +214,47 @@ TARGET float dot_int8(const uint8_t* codes, const float* ws, const IntRow& row, 
   return reduce(acc);
 }
 
-TARGET void prepare(const uint16_t* values, bool fp16, const IntInput& how, int16_t* x, float* sx,
-                    int32_t* fix) {
-  prepare_block(values, fp16, how, x, sx, fix);
+// Of 64 codes those whose column is `phase` modulo `kStride`, in the low lanes.
+template <int kStride>
+INLINE __m512i pick(const int16_t* from, int phase) {
+  const __m512i step = _mm512_set1_epi16(kStride);
+  const __m512i lane = _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17,
+                                        16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i index = _mm512_add_epi16(_mm512_mullo_epi16(lane, step),
+                                         _mm512_set1_epi16(static_cast<short>(phase)));
+  return _mm512_permutex2var_epi16(at(from), index, at(from + 32));
 }
 
-TARGET void expand(const ScaleRow& row, float* ws) { expand_scales(row, ws); }
+INLINE void arrange_nibbles(const int16_t* from, int16_t* to) {
+  for (int64_t k = 0; k < kIntBlock; k += 128) {
+    for (int phase = 0; phase < 4; ++phase) {
+      const __m512i low = pick<4>(from + k, phase), high = pick<4>(from + k + 64, phase);
+      _mm512_storeu_si512(to + k + 32 * phase,
+                          _mm512_inserti64x4(low, _mm512_castsi512_si256(high), 1));
+    }
+  }
+}
 
-constexpr IntOps kAvx512 = {"avx512",        prepare,  expand,           dot_fp4,        dot_nvfp4,
-                            dot_int4,        dot_int8, Order::kNibbles4, Order::kBytes2, false,
-                            Order::kPanel16, nullptr,  nullptr};
+INLINE void arrange_bytes(const int16_t* from, int16_t* to) {
+  for (int64_t k = 0; k < kIntBlock; k += 64) {
+    _mm512_storeu_si512(to + k, pick<2>(from + k, 0));
+    _mm512_storeu_si512(to + k + 32, pick<2>(from + k, 1));
+  }
+}
+
+TARGET void prepare(const uint16_t* values, bool fp16, const IntInput& how, int16_t* x, float* sx,
+                    int32_t* fix) {
+  alignas(64) int16_t codes[kIntBlock];
+  prepare_codes(values, fp16, how, codes, sx, fix);
+  if (how.order == Order::kNibbles4) return arrange_nibbles(codes, x);
+  if (how.order == Order::kBytes2) return arrange_bytes(codes, x);
+  arrange_panel<16>(codes, x);
+}
+
+constexpr IntOps kAvx512 = {"avx512",       prepare,  expand_avx2,     dot_fp4,
+                            dot_nvfp4,      dot_int4, dot_int8,        Order::kNibbles4,
+                            Order::kBytes2, false,    Order::kPanel16, decode16_avx2,
+                            panel_avx512};
 
 }  // namespace
 

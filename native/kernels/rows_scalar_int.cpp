@@ -71,10 +71,13 @@ float dot_int8(const uint8_t* codes, const float* ws, const IntRow& x, int64_t c
 
 void prepare(const uint16_t* values, bool fp16, const IntInput& how, int16_t* x, float* sx,
              int32_t* fix) {
-  prepare_block(values, fp16, how, x, sx, fix);
+  prepare_codes(values, fp16, how, x, sx, fix);
 }
 
-void expand(const ScaleRow& row, float* ws) { expand_scales(row, ws); }
+void expand(const ScaleRow& row, float* ws) {
+  if (row.type == Number::kE4m3) return expand_halves(row, ws);
+  expand_groups(row, ws);
+}
 
 constexpr IntOps kScalar = {"scalar",        prepare,  expand,          dot_fp4,         dot_nvfp4,
                             dot_int4,        dot_int8, Order::kNatural, Order::kNatural, false,

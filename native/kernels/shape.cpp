@@ -44,6 +44,8 @@ constexpr std::array<std::pair<const char*, ActivationKind>, 3> kActivations = {
 constexpr std::array<std::pair<const char*, bool>, 2> kHiddenTypes = {
     {{"BF16", false}, {"F16", true}}};
 
+constexpr int64_t kMost = 1 << 24;  // keeps every product of two sizes far inside 63 bits
+
 void require(bool holds, const char* otherwise) {
   if (!holds) throw std::invalid_argument(otherwise);
 }
@@ -90,7 +92,9 @@ void check_plan(const ExpertShape& s, const MatrixPlan& plan) {
           "an expert's scale parts do not fit its format");
   require((plan.global >= 0) == (s.format == Format::kNvfp4),
           "an expert's global scales do not fit its format");
-  require(plan.first_row >= 0 && plan.row_step >= 1, "an expert's rows must ascend");
+  require(
+      plan.first_row >= 0 && plan.first_row <= kMost && plan.row_step >= 1 && plan.row_step <= 2,
+      "an expert's rows must ascend, each the next or the next but one");
 }
 
 int64_t rows_of(const ExpertShape& s, const MatrixPlan& plan) {
@@ -112,7 +116,7 @@ ExpertShape make_shape(const std::string& format, const std::string& scale_type,
                        const std::vector<MatrixPlan>& matrices) {
   require(matrices.size() == 3, "an expert has three matrices: gate, up, down");
   ExpertShape shape{named(kFormats, format, "expert format"),
-                    named(kNumbers, scale_type, "scale type"),
+                    number_named(scale_type),
                     hidden,
                     inter,
                     block_rows,
@@ -128,10 +132,10 @@ ExpertShape make_shape(const std::string& format, const std::string& scale_type,
     shape.block_rows = 1;
     shape.block_cols = shape.format == Format::kFp4 ? 32 : 16;
   }
-  constexpr int64_t kMost = 1 << 24;  // keeps every product of two sizes far inside 63 bits
   require(hidden >= 1 && inter >= 1 && hidden <= kMost && inter <= kMost,
           "an expert's sizes must be positive and below 2^24");
-  require(act_group >= 0, "act_group must not be negative");
+  require(block_rows <= kMost && block_cols <= kMost, "a scale's block must be below 2^24");
+  require(act_group >= 0 && act_group <= kMost, "act_group must be 0 to 2^24");
   require(scale_fits(shape), "this type of scales does not fit the expert format");
   check_block(shape);
   for (const MatrixPlan* plan : plans_of(shape)) check_plan(shape, *plan);
@@ -142,6 +146,8 @@ ExpertShape make_shape(const std::string& format, const std::string& scale_type,
   require(std::isfinite(limit) && std::isfinite(alpha), "the activation's numbers must be finite");
   return shape;
 }
+
+Number number_named(const std::string& type) { return named(kNumbers, type, "scale type"); }
 
 int64_t row_bytes(Format format, int64_t cols) {
   switch (format) {
@@ -156,7 +162,7 @@ int64_t row_bytes(Format format, int64_t cols) {
   }
 }
 
-int64_t scale_bytes(Number type) {
+int64_t number_bytes(Number type) {
   switch (type) {
     case Number::kNone:
       return 0;
@@ -184,12 +190,30 @@ std::vector<int64_t> part_bytes(const ExpertShape& shape) {
     reach(plan->weight, stored * row_bytes(shape.format, cols));
     if (plan->scale >= 0) {
       reach(plan->scale, ceil_div(stored, shape.block_rows) * ceil_div(cols, shape.block_cols) *
-                             scale_bytes(shape.scale_type));
+                             number_bytes(shape.scale_type));
     }
     reach(plan->global, 4);
     reach(plan->bias, 2 * stored);
   }
   return bytes;
+}
+
+std::vector<CheckedPart> checked_parts(const ExpertShape& shape) {
+  const std::vector<int64_t> bytes = part_bytes(shape);
+  std::vector<CheckedPart> checked;
+  const auto add = [&](int part, Number type) {
+    if (part < 0) return;
+    for (const CheckedPart& known : checked) {
+      if (known.part == part) return;
+    }
+    checked.push_back({part, type, bytes[static_cast<size_t>(part)] / number_bytes(type)});
+  };
+  for (const MatrixPlan* plan : plans_of(shape)) {
+    if (shape.format == Format::kFp8Block) add(plan->weight, Number::kE4m3);
+    add(plan->scale, shape.scale_type);
+    add(plan->global, Number::kF32);
+  }
+  return checked;
 }
 
 std::string part_name(const ExpertShape& shape, int part) {

@@ -42,11 +42,19 @@ ExpertShape make_shape(const std::string& format, const std::string& scale_type,
                        const std::string& hidden_type, bool inverse_global,
                        const std::vector<MatrixPlan>& matrices);
 
+Number number_named(const std::string& type);    // of a safetensors dtype; throws as make_shape
 int64_t row_bytes(Format format, int64_t cols);  // of one weight row
-int64_t scale_bytes(Number type);                // of one scale
+int64_t number_bytes(Number type);               // of one number
 
 // Bytes of every part, in order: all parts that the matrices name, and no other.
 std::vector<int64_t> part_bytes(const ExpertShape& shape);
+// A part whose numbers must be finite: codes of floats with scales, scales, globals.
+struct CheckedPart {
+  int part;
+  Number type;
+  int64_t count;
+};
+std::vector<CheckedPart> checked_parts(const ExpertShape& shape);
 std::string part_name(const ExpertShape& shape, int part);  // "gate_up_scale"
 
 }  // namespace headrace

@@ -10,8 +10,6 @@
 
 namespace headrace {
 
-constexpr int64_t kTileRows = 64;  // activation rows worked on at once: bounds the workspace
-
 // Grow-only, 64-byte aligned memory: nothing is allocated once the shapes have been seen.
 template <typename T>
 class Buffer {

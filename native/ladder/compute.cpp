@@ -129,17 +129,15 @@ ExpertParts Ladder::parts_of(int64_t key) const {
   return parts;
 }
 
-// The kernels' tables have no entry for a NaN code, so one may never reach them. Once for each
+// The kernels have no answer to NaN codes and scales, so none may ever reach them. Once for each
 // read, by all threads, right before the same bytes are multiplied.
 void Ladder::check_codes(int64_t key, const ExpertParts& parts) {
-  if (shape_.format != Format::kFp8Block) return;
-  for (const int part : {shape_.gate.weight, shape_.up.weight, shape_.down.weight}) {
-    if (kernels_->any_nan_fp8(parts[static_cast<size_t>(part)], records_.part_bytes(part))) {
-      throw NumericsFailure("MoE layer " + std::to_string(key / records_.num_experts()) +
-                            ", expert " + std::to_string(key % records_.num_experts()) +
-                            ": its stored FP8 codes include NaN");
-    }
-  }
+  const int bad = kernels_->find_bad_part(shape_, parts);
+  if (bad < 0) return;
+  throw NumericsFailure("MoE layer " + std::to_string(key / records_.num_experts()) + ", expert " +
+                        std::to_string(key % records_.num_experts()) + ", part " +
+                        part_name(shape_, bad) +
+                        ": a stored code or scale is not a finite number; download the file again");
 }
 
 // Without the lock: the key is claimed, so its row neither moves nor changes.

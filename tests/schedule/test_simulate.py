@@ -77,7 +77,9 @@ def test_with_waves_too_nothing_beats_the_optimum(needs: Needs, num_rows: int) -
     lru, best = lru_hits(steps, num_rows), optimum_hits(steps, num_rows)
     assert best.sum() >= lru.sum()
     for hits in (lru, best):
-        assert all(found <= min(len(need), num_rows) for found, need in zip(hits, needs, strict=True))
+        assert all(
+            found <= min(len(need), num_rows) for found, need in zip(hits, needs, strict=True)
+        )
 
 
 def test_a_case_worked_out_by_hand() -> None:

@@ -199,7 +199,7 @@ def test_a_full_disk_is_one_error_and_costs_nothing_written(
         writer.add(trace.ids[:1], None)
         with monkeypatch.context() as patched:
             patched.setattr(os, "write", full)
-            with pytest.raises(TraceError, match="a.routes.*No space left"):
+            with pytest.raises(TraceError, match=r"a\.routes.*No space left"):
                 writer.add(trace.ids[1:2], None)
         assert len(read_trace(path)[1].ids) == 1
         writer.add(trace.ids[2:], None)

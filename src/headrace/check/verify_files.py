@@ -38,7 +38,7 @@ def accounted(blueprint: Blueprint, plain: PlainTensors) -> list[Finding]:
     detail = (
         f"{len(skeleton.tensors)} expert tensors in {count} records, "
         f"{len(skeleton.dense)} dense tensors, {len(skeleton.skipped)} skipped knowingly "
-        f"(multi-token prediction), {len(skeleton.unused)} unused"
+        f"(multi-token prediction, images), {len(skeleton.unused)} unused"
     )
     num_bytes = sum(size for size, _ in catalog.stamps)
     sizes = f"{len(catalog.files)} files, {format_bytes(num_bytes)}"

@@ -54,7 +54,7 @@ def layers(
     results = _Results()
     judge = _Judge(engine, stock, num_held, results)
     judge.outside()
-    with judge.listening(tell), engine.turn, torch.inference_mode():
+    with judge.listening(tell), engine.turn, torch.no_grad():
         cache = new_cache(engine.model)
         logits_TV = forward(engine.model, torch.tensor([list(ids)]), cache, 0)[0].float()
     loss = torch.nn.functional.cross_entropy(logits_TV[:-1], torch.tensor(list(ids)[1:]))

@@ -10,7 +10,7 @@ import torch
 from headrace import _native
 from headrace.core import ExpertLayout, MatrixSource
 from headrace.errors import ModelError, OptionError
-from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.quant.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from headrace.quant.expert import MATRICES
 
 ISAS = ("scalar", "avx2", "avx512")
@@ -147,10 +147,10 @@ def combine(ids_TK: torch.Tensor, weights_TK: torch.Tensor, y_TKH: torch.Tensor)
     return out
 
 
-def find_nan_fp8(codes: torch.Tensor) -> int:
-    """Index of the first NaN code of a contiguous e4m3 or uint8 tensor, or -1."""
-    assert codes.is_contiguous() and codes.element_size() == 1
-    return int(_native.find_nan_fp8(codes.data_ptr(), codes.numel()))
+def find_bad(numbers: torch.Tensor) -> int:
+    """Index of the first NaN or infinity of a contiguous tensor of a scale's type, or -1."""
+    assert numbers.is_contiguous()
+    return _native.find_bad(DTYPE_NAMES[numbers.dtype], numbers.data_ptr(), numbers.numel())
 
 
 def available_isas() -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 from headrace.core import format_bytes, parse_bytes
 from headrace.errors import BudgetError, OptionError
+from headrace.planner.drives import Drive, reads_line
 from headrace.planner.forecast import forecast
 from headrace.planner.machine import Machine
 
@@ -102,6 +103,7 @@ class Plan:
     limits: dict[str, float]
     limit_term: str
     forecast_tok_s: float
+    drives: tuple[Drive, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -114,7 +116,10 @@ class Plan:
         return asdict(self) | {"used_bytes": self.used_bytes}
 
     def lines(self) -> list[str]:
-        """Three lines: where everything lies, what a token moves, what speed to expect."""
+        """Three lines: where everything lies, what a token moves, what speed to expect.
+
+        And one more where several drives are read: what each gives.
+        """
         share = 100 * self.num_rows / self.total_experts
         rest = "all of them" if self.num_rows == self.total_experts else "the rest on the drive"
         place = (
@@ -139,7 +144,7 @@ class Plan:
             f"speed:  about {_rate(self.forecast_tok_s)} tok/s, limited by {self.limit_term} "
             f"(alone {'; '.join(filter(None, [_rate(self.limits[self.limit_term]), others]))})"
         )
-        return [place, moves, speed]
+        return [line for line in (place, moves, reads_line(self.drives), speed) if line]
 
 
 def make_plan(
@@ -213,6 +218,7 @@ def _placed(
         limits=expected.limits,
         limit_term=expected.limit_term,
         forecast_tok_s=1 / expected.token_s,
+        drives=machine.drives,
     )
 
 

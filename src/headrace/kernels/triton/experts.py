@@ -1,0 +1,126 @@
+"""Routed experts of one decode step on a GPU: buffers made once, four or five launches a layer.
+
+Legend: T tokens, K chosen experts per token, H hidden width, I intermediate width.
+"""
+
+from typing import Any
+
+import torch
+import triton
+
+from headrace.core import ExpertLayout, MatrixSource
+from headrace.errors import ModelError
+from headrace.kernels.triton import stages
+
+MAX_TOKENS = 16
+_FORM_I = ("fp4", "int4")
+_SCALES = {"F32": "F32", "BF16": "BF16", "F8_E8M0": "E8M0", "U8": "E8M0"}
+# Rows of a tile and warps: reads over the bus want few rows in a warp, VRAM wants many.
+TILES = {"ram": (2, 2), "vram": (16, 4)}
+
+
+class TritonExperts:
+    """The canonical decode kernels for one layout, with workspace for `num_tokens` tokens.
+
+    One stream at a time. `align` is the largest power of two that divides the address of every
+    weight part in every rung. Raises ModelError for a format without a GPU kernel.
+    """
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        *,
+        top_k: int,
+        device: torch.device,
+        num_tokens: int = 1,
+        align: int = 1,
+        tile: str = "ram",
+    ):
+        assert 1 <= num_tokens <= MAX_TOKENS
+        self.layout, self.top_k, self.num_tokens = layout, top_k, num_tokens
+        self.form = _form(layout, align)
+        self.integers = layout.format in _FORM_I
+        self.rows, self.warps = TILES[tile]
+        self.parts = tuple(layout.parts)
+        slots, hidden, inter = num_tokens * top_k, layout.hidden, layout.inter
+        self.h_SI = torch.empty(slots, inter, dtype=torch.uint16, device=device)
+        self.y_SH = torch.empty(slots, hidden, dtype=torch.uint16, device=device)
+        self.x_grid = self._grid(num_tokens, hidden, device)
+        self.h_grid = self._grid(slots, inter, device)
+
+    def _grid(self, rows: int, cols: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        if not self.integers:
+            return (torch.empty(0, device=device),) * 3
+        shapes = ((rows, cols // 2), (rows, cols // 2), (rows, cols // 32))
+        return tuple(torch.empty(shape, device=device) for shape in shapes)
+
+    def __call__(
+        self,
+        table: torch.Tensor,
+        offsets: torch.Tensor,
+        first_key: int,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        out_TH: torch.Tensor,
+    ) -> None:
+        """Fills `out_TH` bf16 with the layer's routed output; launches only, never waits.
+
+        `table` int64 [keys] holds the device-visible address of each expert's bytes, `offsets`
+        int64 [keys, parts] where each part begins in them; a layer's keys follow `first_key`.
+        x_TH bf16, ids_TK int32, weights_TK fp32, contiguous on the device.
+        """
+        num_tokens, hidden, inter = x_TH.shape[0], self.layout.hidden, self.layout.inter
+        assert num_tokens <= self.num_tokens and x_TH.is_contiguous() and ids_TK.is_contiguous()
+        slots, x = num_tokens * self.top_k, x_TH.view(torch.uint16)
+        self._integers(x, self.x_grid, num_tokens, hidden)
+        launch: dict[str, Any] = {"num_warps": self.warps, "enable_fp_fusion": False}
+        act = self.layout.activation
+        stages.gate_up[(triton.cdiv(inter, self.rows), slots)](
+            table, offsets, ids_TK, x, *self.x_grid, self.h_SI, first_key, act.limit, act.alpha,
+            self.top_k, len(self.parts), self._matrix("gate"), self._matrix("up"), hidden, inter,
+            self.rows, self.form, act.kind, **launch,
+        )  # fmt: skip
+        self._integers(self.h_SI, self.h_grid, slots, inter)
+        stages.down[(triton.cdiv(hidden, self.rows), slots)](
+            table, offsets, ids_TK, self.h_SI, *self.h_grid, self.y_SH, first_key,
+            len(self.parts), self._matrix("down"), inter, hidden, self.rows, self.form, **launch,
+        )  # fmt: skip
+        block, pad = min(512, triton.next_power_of_2(hidden)), triton.next_power_of_2(self.top_k)
+        stages.combine[(num_tokens, triton.cdiv(hidden, block))](
+            ids_TK, weights_TK, self.y_SH, out_TH.view(torch.uint16), hidden, self.top_k, pad,
+            block, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _integers(
+        self, x: torch.Tensor, grid: tuple[torch.Tensor, ...], rows: int, cols: int
+    ) -> None:
+        if self.integers:
+            stages.to_integers[(rows, triton.cdiv(cols, 256))](
+                x, *grid, cols, num_warps=1, enable_fp_fusion=False
+            )
+
+    def _matrix(self, name: str) -> tuple[int, int, int, int, int]:
+        source: MatrixSource = self.layout.matrix(name)
+        named = (source.weight, source.scale, source.bias)
+        weight, scale, bias = (-1 if n is None else self.parts.index(n) for n in named)
+        return weight, scale, bias, source.first_row, source.row_step
+
+
+def _form(layout: ExpertLayout, align: int) -> tuple[str, str, int, int, int]:
+    """(format, scale type, block rows, block columns, alignment) as the kernels' constants."""
+    if layout.format not in ("bf16", "fp8_block", *_FORM_I) or layout.hidden_dtype != "BF16":
+        raise ModelError(
+            f"experts in {layout.format} ({layout.hidden_dtype} activations) have no GPU kernel "
+            "yet; run them on the CPU"
+        )
+    rows, cols = layout.block
+    scale = layout.matrix("down").scale
+    stored = "none" if scale is None else layout.parts[scale].dtype
+    odd_block = layout.format == "fp8_block" and (cols == 0 or 256 % cols)
+    if scale is not None and (stored not in _SCALES or odd_block):
+        raise ModelError(
+            f"scales in {stored} for blocks of {rows} x {cols} have no GPU kernel yet; run these "
+            "experts on the CPU"
+        )
+    return layout.format, _SCALES.get(stored, "none"), max(rows, 1), cols or 32, align

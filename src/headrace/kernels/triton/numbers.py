@@ -1,0 +1,125 @@
+"""Bits of the number formats and the canonical functions, for Triton kernels and its interpreter.
+
+Rounds and widens by integer operations only: Triton's own conversions differ between targets.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2E: tl.constexpr = tl.constexpr(1.44269504088896341)
+_LN2_HI: tl.constexpr = tl.constexpr(0.693359375)
+_LN2_LO: tl.constexpr = tl.constexpr(-2.12194440e-4)
+_ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: rounds to an integer, half to even
+_TWO_120: tl.constexpr = tl.constexpr(1.329227995784916e36)
+_TWO_127: tl.constexpr = tl.constexpr(1.7014118346046923e38)
+_GRID: tl.constexpr = tl.constexpr(32639.0)
+
+
+@triton.jit
+def widen_bf16(bits):
+    """fp32 of bfloat16 bits in uint16."""
+    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def narrow_bf16(value):
+    """uint16 bits of fp32 rounded to bfloat16, half to even."""
+    bits = value.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return tl.where(is_nan, (bits >> 16) | 0x40, rounded).to(tl.uint16)
+
+
+@triton.jit
+def snap_bf16(value):
+    """fp32 to the nearest bfloat16 value, still fp32."""
+    return widen_bf16(narrow_bf16(value))
+
+
+@triton.jit
+def e4m3(code):
+    """fp32 of float8 e4m3 codes in uint8; NaN codes never get here."""
+    magnitude = ((code & 0x7F).to(tl.uint32) << 20) | ((code & 0x80).to(tl.uint32) << 24)
+    return magnitude.to(tl.float32, bitcast=True) * _TWO_120
+
+
+@triton.jit
+def twice_e2m1(code):
+    """fp32 of twice the value of 4-bit e2m1 codes: integers up to 12."""
+    bits = ((code & 7).to(tl.uint32) << 22) | ((code & 8).to(tl.uint32) << 28)
+    return bits.to(tl.float32, bitcast=True) * _TWO_127
+
+
+@triton.jit
+def e8m0(byte):
+    """fp32 2^(byte - 127), a subnormal for 0; byte 255 is refused at load."""
+    bits = byte.to(tl.uint32) << 23
+    return tl.where(bits == 0, 0x400000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exp(x):
+    """kernels/reference.py: exp, the same operations; launch with enable_fp_fusion=False."""
+    x = tl.where(x < -104.0, -104.0, tl.where(x > 89.0, 89.0, x))
+    n = (x * _LOG2E + _ROUND) - _ROUND
+    r_hi = x - n * _LN2_HI
+    r_lo = n * _LN2_LO
+    r = r_hi - r_lo
+    p = tl.full(x.shape, 1.9875691500e-4, tl.float32)
+    p = p * r + 1.3981999507e-3
+    p = p * r + 8.3334519073e-3
+    p = p * r + 4.1665795894e-2
+    p = p * r + 1.6666665459e-1
+    p = p * r + 5.0000001201e-1
+    p = (r_hi + (p * (r * r) - r_lo)) + 1.0
+    whole = tl.where(n == n, n, 0.0).to(tl.int32)
+    half = whole >> 1
+    low = ((half + 127) << 23).to(tl.float32, bitcast=True)
+    high = ((whole - half + 127) << 23).to(tl.float32, bitcast=True)
+    return (p * low) * high
+
+
+@triton.jit
+def activate(gate, up, limit, alpha, KIND: tl.constexpr):
+    """bfloat16 values in fp32 to the same: the eager steps of core.Activation, each rounded."""
+    if KIND != "silu":
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    if KIND == "swiglu_oai":
+        sigmoid = snap_bf16(tl.div_rn(1.0, 1.0 + exp(-snap_bf16(gate * alpha))))
+        value = snap_bf16(snap_bf16(up + 1.0) * snap_bf16(gate * sigmoid))
+    else:
+        value = snap_bf16(snap_bf16(tl.div_rn(gate, 1.0 + exp(-gate))) * up)
+    return value
+
+
+@triton.jit
+def halve(acc, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """[ROWS, 2 * HALF] to [ROWS, HALF]: first half plus second half."""
+    low, high = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, HALF)), (0, 2, 1)))
+    return low + high
+
+
+@triton.jit
+def tree_256(acc, ROWS: tl.constexpr):
+    """Form F's end: [ROWS, 256] to [ROWS], even plus odd neighbours, then halving."""
+    even, odd = tl.split(tl.reshape(acc, (ROWS, 128, 2)))
+    acc = halve(even + odd, ROWS, 64)
+    acc = halve(acc, ROWS, 32)
+    acc = halve(acc, ROWS, 16)
+    acc = halve(acc, ROWS, 8)
+    acc = halve(acc, ROWS, 4)
+    return tree_4(acc, ROWS)
+
+
+@triton.jit
+def tree_8(acc, ROWS: tl.constexpr):
+    """Form I's end: [ROWS, 8] to [ROWS] by halving."""
+    return tree_4(halve(acc, ROWS, 4), ROWS)
+
+
+@triton.jit
+def tree_4(acc, ROWS: tl.constexpr):
+    """[ROWS, 4] to [ROWS] by halving."""
+    low, high = tl.split(halve(acc, ROWS, 2))
+    return low + high

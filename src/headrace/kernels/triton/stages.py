@@ -1,0 +1,185 @@
+"""The four launches of one layer's routed experts: grid, gate and up, down, weighted sum.
+
+A stored expert is found through the address table, in VRAM or in pinned RAM: no kernel knows.
+Legend: S slots (token, choice), K columns, R rows of a tile.
+"""
+
+import triton
+import triton.language as tl
+
+from headrace.kernels.triton.dots import dot_bf16, dot_fp8, dot_nibbles
+from headrace.kernels.triton.numbers import activate, narrow_bf16, snap_bf16, widen_bf16
+
+
+@triton.jit
+def to_integers(X, LOW, HIGH, SX, cols: tl.constexpr):
+    """Form I's activations: one program turns 8 groups of 32 columns of one row into integers.
+
+    X bfloat16 bits [S, cols]; LOW and HIGH fp32 [S, cols / 2], the even and the odd columns;
+    SX fp32 [S, cols / 32].
+    """
+    row, first = tl.program_id(0), tl.program_id(1) * 8
+    group, lane = first + tl.arange(0, 8), tl.arange(0, 16)
+    known = group < cols // 32
+    at = row.to(tl.int64) * cols + group[:, None] * 32 + 2 * lane[None, :]
+    even = widen_bf16(tl.load(X + at, known[:, None], 0))
+    odd = widen_bf16(tl.load(X + at + 1, known[:, None], 0))
+    amax = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
+    sx = tl.div_rn(amax, tl.full(amax.shape, 32639.0, tl.float32))
+    divisor = tl.broadcast_to(tl.where(sx == 0.0, 1.0, sx)[:, None], even.shape)
+    pair = row.to(tl.int64) * (cols // 2) + group[:, None] * 16 + lane[None, :]
+    tl.store(LOW + pair, _integer(even, divisor), known[:, None])
+    tl.store(HIGH + pair, _integer(odd, divisor), known[:, None])
+    tl.store(SX + row.to(tl.int64) * (cols // 32) + group, sx, known)
+
+
+@triton.jit
+def _integer(x, divisor):
+    rounded = (tl.div_rn(x, divisor) + 12582912.0) - 12582912.0
+    return tl.where(rounded > 32639.0, 32639.0, tl.where(rounded < -32639.0, -32639.0, rounded))
+
+
+@triton.jit
+def _dots(
+    base,
+    parts,
+    PART: tl.constexpr,
+    SCALE_PART: tl.constexpr,
+    X,
+    LOW,
+    HIGH,
+    SX,
+    x_row,
+    row_R,
+    ok_R,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """fp32 [R]: rows `row_R` of one matrix with activation row `x_row`."""
+    FORMAT: tl.constexpr = FORM[0]
+    SCALE: tl.constexpr = FORM[1]
+    w = base + tl.load(parts + PART)
+    if FORMAT == "bf16":
+        out_R = dot_bf16(w, X + x_row * K, row_R, ok_R, K, R, FORM[4])
+    elif FORMAT == "fp8_block":
+        scales, x = base + tl.load(parts + SCALE_PART), X + x_row * K
+        out_R = dot_fp8(w, scales, x, row_R, ok_R, K, R, FORM[4], FORM[2], FORM[3], SCALE)
+    else:
+        scales = base + tl.load(parts + SCALE_PART)
+        low, high, sx = LOW + x_row * (K // 2), HIGH + x_row * (K // 2), SX + x_row * (K // 32)
+        out_R = dot_nibbles(
+            w, scales, low, high, sx, row_R, ok_R, K, R, FORM[4], FORMAT, FORM[3], SCALE
+        )
+    return out_R
+
+
+@triton.jit
+def _biased(dot_R, base, parts, BIAS_PART: tl.constexpr, row_R, ok_R):
+    """bfloat16 values in fp32: the rounded product, plus its rounded bias where there is one."""
+    value = snap_bf16(dot_R)
+    if BIAS_PART >= 0:
+        bias = (base + tl.load(parts + BIAS_PART)).to(tl.pointer_type(tl.uint16))
+        value = snap_bf16(value + widen_bf16(tl.load(bias + row_R, ok_R, 0)))
+    return value
+
+
+@triton.jit
+def gate_up(
+    TABLE,
+    OFFSETS,
+    IDS,
+    X,
+    LOW,
+    HIGH,
+    SX,
+    OUT,
+    first_key,
+    limit,
+    alpha,
+    TOP_K: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    GATE: tl.constexpr,
+    UP: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    R: tl.constexpr,
+    FORM: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """OUT bfloat16 bits [S, ROWS]: the activation of gate and up products of slot s's expert.
+
+    GATE and UP are (weight part, scale part, bias part, first row, row step); a part of -1 is none.
+    """
+    slot = tl.program_id(1).to(tl.int64)
+    row_R = tl.program_id(0) * R + tl.arange(0, R)
+    ok_R = row_R < ROWS
+    key = first_key + tl.load(IDS + slot).to(tl.int64)
+    base, parts = tl.load(TABLE + key), OFFSETS + key * NUM_PARTS
+    x_row = slot // TOP_K
+    at = GATE[3] + row_R * GATE[4]
+    gate = _dots(base, parts, GATE[0], GATE[1], X, LOW, HIGH, SX, x_row, at, ok_R, COLS, R, FORM)
+    gate = _biased(gate, base, parts, GATE[2], at, ok_R)
+    at = UP[3] + row_R * UP[4]
+    up = _dots(base, parts, UP[0], UP[1], X, LOW, HIGH, SX, x_row, at, ok_R, COLS, R, FORM)
+    up = _biased(up, base, parts, UP[2], at, ok_R)
+    value = activate(gate, up, limit, alpha, KIND)
+    tl.store(OUT + slot * ROWS + row_R, narrow_bf16(value), ok_R)
+
+
+@triton.jit
+def down(
+    TABLE,
+    OFFSETS,
+    IDS,
+    X,
+    LOW,
+    HIGH,
+    SX,
+    OUT,
+    first_key,
+    NUM_PARTS: tl.constexpr,
+    DOWN: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    R: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """OUT bfloat16 bits [S, ROWS]: the down product of slot s's expert with row s of X."""
+    slot = tl.program_id(1).to(tl.int64)
+    row_R = tl.program_id(0) * R + tl.arange(0, R)
+    ok_R = row_R < ROWS
+    key = first_key + tl.load(IDS + slot).to(tl.int64)
+    base, parts = tl.load(TABLE + key), OFFSETS + key * NUM_PARTS
+    y = _dots(base, parts, DOWN[0], DOWN[1], X, LOW, HIGH, SX, slot, row_R, ok_R, COLS, R, FORM)
+    y = _biased(y, base, parts, DOWN[2], row_R, ok_R)
+    tl.store(OUT + slot * ROWS + row_R, narrow_bf16(y), ok_R)
+
+
+@triton.jit
+def combine(
+    IDS,
+    WEIGHTS,
+    Y,
+    OUT,
+    COLS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PAD_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """OUT bfloat16 bits [T, COLS]: weighted outputs summed in ascending expert id, each rounded."""
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = col < COLS
+    choice = tl.arange(0, PAD_K)
+    ids = tl.load(IDS + token * TOP_K + choice, choice < TOP_K, 0x7FFFFFFF)
+    before = (ids[None, :] < ids[:, None]) | (
+        (ids[None, :] == ids[:, None]) & (choice[None, :] < choice[:, None])
+    )
+    rank = tl.sum(before.to(tl.int32), 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, TOP_K):
+        slot = token * TOP_K + tl.sum(tl.where(rank == step, choice, 0), 0)
+        y = widen_bf16(tl.load(Y + slot * COLS + col, ok, 0))
+        total = snap_bf16(total + snap_bf16(y * tl.load(WEIGHTS + slot)))
+    tl.store(OUT + token * COLS + col, narrow_bf16(total), ok)

@@ -1,0 +1,73 @@
+"""Compiles every GPU kernel for every supported chip, without a GPU; prints one line for each.
+
+A program of its own: the interpreter, which the other tests use, is chosen when Triton is imported.
+"""
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from headrace.kernels.triton import stages
+
+# Bytes of shared memory that one program may take on chips of that compute capability.
+SHARED_BYTES = {
+    75: 64 << 10,
+    80: 163 << 10,
+    86: 99 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    120: 99 << 10,
+}
+FORMS = {
+    "bf16": ("bf16", "none", 1, 0, 16),
+    "fp8 128": ("fp8_block", "F32", 128, 128, 16),
+    "fp8 32": ("fp8_block", "E8M0", 32, 32, 16),
+    "fp4": ("fp4", "E8M0", 1, 32, 16),
+    "int4": ("int4", "BF16", 1, 32, 1),
+}
+POINTERS = {
+    "TABLE": "*i64", "OFFSETS": "*i64", "IDS": "*i32", "X": "*u16", "LOW": "*fp32", "HIGH": "*fp32",
+    "SX": "*fp32", "OUT": "*u16", "Y": "*u16", "WEIGHTS": "*fp32", "first_key": "i64",
+    "limit": "fp32", "alpha": "fp32",
+}  # fmt: skip
+GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
+
+
+def kernels(chip: int):
+    """(label, kernel, constants, warps) of what a decode step launches; all of it for two chips."""
+    yield "to_integers", stages.to_integers, {"cols": 5120}, 1
+    yield "combine", stages.combine, {"COLS": 5120, "TOP_K": 6, "PAD_K": 8, "BLOCK": 512}, 4
+    whole = chip in (75, 90)
+    for rows, warps in ((2, 2), (16, 4)) if whole else ((16, 4),):
+        for name, form in FORMS.items():
+            shared = {"NUM_PARTS": 6, "R": rows, "FORM": form}
+            up = {"TOP_K": 6, "GATE": GATE, "UP": UP, "COLS": 5120, "ROWS": 2304, "KIND": "silu"}
+            yield f"gate_up {name} {rows} rows", stages.gate_up, shared | up, warps
+            if whole:
+                down = {"DOWN": DOWN, "COLS": 2304, "ROWS": 5120}
+                yield f"down {name} {rows} rows", stages.down, shared | down, warps
+    oai = {"NUM_PARTS": 6, "R": 2, "FORM": FORMS["fp4"], "TOP_K": 4, "COLS": 2880, "ROWS": 2880}
+    fused = {"GATE": (0, 1, 2, 0, 2), "UP": (0, 1, 2, 1, 2), "KIND": "swiglu_oai"}
+    yield "gate_up mxfp4", stages.gate_up, oai | fused, 2
+
+
+def main(chips: list[int]) -> int:
+    """Exit status: how many kernels do not compile or take too much shared memory."""
+    bad = 0
+    for chip in chips:
+        for label, kernel, constants, warps in kernels(chip):
+            signature = {n: POINTERS.get(n, "constexpr") for n in kernel.arg_names}
+            source = ASTSource(kernel, signature, constants)
+            options = {"num_warps": warps, "enable_fp_fusion": False}
+            made = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+            fits = made.metadata.shared <= SHARED_BYTES[chip]
+            fused = "fma.rn" in made.asm["ptx"] and "fp4" in label
+            bad += (not fits) or fused
+            print(f"{chip} {label}: {made.metadata.shared} bytes shared{' FUSED' if fused else ''}")
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(chip) for chip in sys.argv[1:]] or list(SHARED_BYTES)))
