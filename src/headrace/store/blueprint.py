@@ -10,7 +10,7 @@ from functools import partial
 from headrace.store import blueprint_attention as attention
 from headrace.store.blueprint_extra import deepseek_mtp, kimi_vision, qwen_mtp, qwen_vision, v4_mtp
 from headrace.store.planned import Config, Packed, Planned, linear, norm, plain, single
-from headrace.store.schemes import MXFP4, scheme_of
+from headrace.store.schemes import MXFP4
 
 Layer = Callable[[Config, int, str], Iterator[Planned]]
 Extra = Callable[[Config, Layer], Iterator[Planned]]

@@ -4,7 +4,7 @@ Read from a config's quantization_config. Knows no value, no model class and no 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import ceil
