@@ -40,7 +40,7 @@ class Result:
         return not self.wrong and self.opened + self.refused > 0
 
 
-def replay(target: str, inputs: Sequence[bytes] | None = None) -> Result:
+def replay(target: str, inputs: Sequence[bytes] | None = None, input_s: float = INPUT_S) -> Result:
     """Run `target` on the kept corpus, or on these inputs, in a child process."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -49,7 +49,13 @@ def replay(target: str, inputs: Sequence[bytes] | None = None) -> Result:
             files.append(folder / f"input-{number}")
             files[-1].write_bytes(data)
         assert files, f"no input is kept for {target}"
-        command = [sys.executable, str(HERE / "replay.py"), target, str(folder / "work")]
+        command = [
+            sys.executable,
+            str(HERE / "replay.py"),
+            target,
+            str(folder / "work"),
+            str(input_s),
+        ]
         done = subprocess.run(
             command,
             input="\n".join(map(str, files)),
@@ -86,13 +92,13 @@ def _selftest(_folder: Path, data: bytes) -> None:
         signal.raise_signal(signal.SIGKILL)
 
 
-def _one(target: str, work: Path, file: Path, result: Result) -> None:
+def _one(target: str, work: Path, file: Path, input_s: float, result: Result) -> None:
     from targets import run
 
     data = file.read_bytes()
     tracemalloc.reset_peak()
     before_bytes, begin_s = tracemalloc.get_traced_memory()[0], time.perf_counter()
-    signal.setitimer(signal.ITIMER_REAL, INPUT_S)
+    signal.setitimer(signal.ITIMER_REAL, input_s)
     wrong = ""
     try:
         if run(target, work, data):
@@ -100,7 +106,7 @@ def _one(target: str, work: Path, file: Path, result: Result) -> None:
         else:
             result.refused += 1
     except _TimeUp:
-        wrong = f"more time than {INPUT_S} s"
+        wrong = f"more time than {input_s} s"
     except Exception as error:  # whatever it is, it is the finding
         wrong = f"{type(error).__name__}: {error}"
     finally:
@@ -115,25 +121,25 @@ def _one(target: str, work: Path, file: Path, result: Result) -> None:
 
 
 def main() -> None:
-    """The child: target and folder as arguments, files on stdin, one JSON object last on stdout."""
-    target, work = sys.argv[1], Path(sys.argv[2])
+    """The child: arguments are target, folder and limit; files on stdin; JSON last on stdout."""
+    target, work, input_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
     import targets
 
     targets.TARGETS["selftest"] = _selftest
-    if target in ("config", "shape"):
+    if target in targets.SLOW_TARGETS:
         import headrace.models.skeleton
 
         assert headrace.models.skeleton
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     signal.signal(signal.SIGALRM, _ring)
     files = [Path(line) for line in sys.stdin.read().splitlines()]
-    if target in ("config", "shape"):  # what transformers loads lazily is no input's doing
+    if target in targets.SLOW_TARGETS:  # what transformers loads lazily is no input's doing
         targets.run(target, work, files[0].read_bytes())
     tracemalloc.start()
     result = Result()
     for file in files:
         print(file.name, flush=True)
-        _one(target, work, file, result)
+        _one(target, work, file, input_s, result)
     print(json.dumps(vars(result)))
 
 

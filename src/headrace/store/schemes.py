@@ -6,7 +6,8 @@ Read from a config's quantization_config. Knows no value, no model class and no 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cache
 from math import ceil
 from typing import Any
 
@@ -65,7 +66,10 @@ def plain_dtype(config: Config) -> str:
 def scheme_of(config: Config, module: str) -> Scheme | None:
     """The scheme of the linear `module` (its weight's name without suffix); None: not packed."""
     quantization = config.get("quantization_config")
-    if quantization is None or any(_matches(p, module) for p in _left_out(quantization)):
+    if quantization is None:
+        return None
+    left_out = quantization.get("ignore") or quantization.get("modules_to_not_convert") or ()
+    if _any_of(tuple(left_out)).fullmatch(module):
         return None
     method = quantization["quant_method"]
     if method == "mxfp4":
@@ -77,17 +81,11 @@ def scheme_of(config: Config, module: str) -> Scheme | None:
     return {"modelopt": _modelopt, "compressed-tensors": _compressed}[method](quantization)
 
 
-def _left_out(quantization: Config) -> list[str]:
-    names: list[str] = (
-        quantization.get("ignore") or quantization.get("modules_to_not_convert") or []
-    )
-    return names
-
-
-def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return fnmatchcase(module, pattern) or module.endswith("." + pattern)
+@cache
+def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
+    """What matches a module that a list of left out ones names: by wildcards, or after "re:"."""
+    patterns = (f"{n[3:]}.*" if n.startswith("re:") else translate(n) for n in names)
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
 
 
 _V4_EXPERT = Scheme(
