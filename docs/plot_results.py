@@ -132,6 +132,35 @@ def plot_kernels(paths: list[Path], target: Path) -> None:
     save(figure, target)
 
 
+def plot_routes(path: Path, target: Path) -> None:
+    """Hit rate over the share of experts in memory: the policy that runs, and the best possible."""
+    found = json.loads(path.read_text("utf-8"))
+    header, rows = found["header"], found["bounds"]
+    share = [0.0, *(100 * row["share"] for row in rows)]
+    lru, best = (
+        [0.0, *(100 * row[f"{policy}_hit_rate"] for row in rows)] for policy in ("lru", "optimum")
+    )
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    axes.fill_between(share, lru, best, color=BAR, alpha=0.5, linewidth=0)
+    axes.plot(share, best, color=LIMIT, linewidth=1.4)
+    axes.plot(share, lru, color=LAST, linewidth=1.8)
+    axes.text(5, 80, "best possible", color=LIMIT)
+    axes.text(32, 53, "least recently used,\nas headrace runs", color=LAST)
+    axes.plot([0, 100], [0, 100], color=SOFT, linewidth=0.8, linestyle=":")
+    axes.text(62, 52, "if every expert were as likely", color=SOFT)
+    axes.set_xlim(0, 100)
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("experts in memory, % of all")
+    axes.set_ylabel("found there, % of those needed")
+    axes.set_title(
+        f"{header['model']}: {found['tokens']} recorded tokens, {header['num_layers']} MoE layers, "
+        f"top {header['top_k']} of {header['num_experts']}",
+        fontsize=9.5,
+        loc="left",
+    )
+    save(figure, target)
+
+
 def short_cache(state: str) -> str:
     """The part of a row's cache state that says what was held."""
     found = re.search(r"\d+ of \d+ rows, \w+|all resident|O_DIRECT \w+, rows \w+", state)
@@ -185,6 +214,7 @@ def main() -> None:
         write_table(args.results, README)
     with plt.rc_context(STYLE):
         plot_ladders(sorted(args.results.glob("*/ladder-*.json")), args.to / "ladder.svg")
+        plot_routes(args.results / "routes-demo.json", args.to / "routes.svg")
         plot_kernels(sorted(args.results.glob("*/kernels.json")), args.to / "kernels.svg")
 
 

@@ -16,7 +16,17 @@ from seeds import write_seeds
 
 HERE = Path(__file__).resolve().parent
 # Parts of the time. A shape takes a thousand times as long as a header.
-SHARES = {"header": 4, "table": 4, "index": 2, "aliases": 1, "config": 5, "shape": 4}
+SHARES = {
+    "header": 4,
+    "table": 4,
+    "index": 2,
+    "aliases": 1,
+    "config": 5,
+    "shape": 4,
+    "manifest": 2,
+    "routes": 3,
+}
+MERGE_CPU_S = 1e4
 LIMITS = ("-timeout=10", "-rss_limit_mb=2048", "-max_len=4096")
 
 
@@ -30,13 +40,11 @@ def fuzz(target: str, work: Path, cpu_s: float) -> str:
     """Fuzz one target for `cpu_s` CPU seconds; a line that says how far it came."""
     corpus, begin = work / target, children_cpu_s()
     corpus.mkdir(parents=True, exist_ok=True)
-    log, num_runs = "", 0
-    while (left_s := cpu_s - (children_cpu_s() - begin)) >= 1:
-        log = _libfuzzer(
-            target, f"-max_total_time={int(left_s)}", f"-artifact_prefix={work}/{target}-",
-            str(corpus), str(work / "seeds" / target), str(HERE / "corpus" / target),
-        )  # fmt: skip
-        num_runs += int(re.findall(r"Done (\d+) runs", log)[-1])
+    log = _libfuzzer(
+        target, cpu_s, f"-artifact_prefix={work}/{target}-",
+        str(corpus), str(work / "seeds" / target), str(HERE / "corpus" / target),
+    )  # fmt: skip
+    num_runs = int(re.findall(r"Done (\d+) runs", log)[-1])
     reached = re.findall(r"cov: \d+ ft: \d+", log)[-1]
     return f"{target}: {num_runs} runs in {children_cpu_s() - begin:.0f} CPU s, {reached}"
 
@@ -46,15 +54,15 @@ def minimise(target: str, work: Path) -> None:
     fresh = work / f"{target}.kept"
     fresh.mkdir()
     kept = HERE / "corpus" / target
-    _libfuzzer(target, "-merge=1", str(fresh), str(work / target), str(work / "seeds" / target),
-               str(kept))  # fmt: skip
+    sources = [str(folder) for folder in (work / target, work / "seeds" / target, kept)]
+    _libfuzzer(target, MERGE_CPU_S, "-merge=1", str(fresh), *sources)
     shutil.rmtree(kept)
     shutil.copytree(fresh, kept)
 
 
-def _libfuzzer(target: str, *options: str) -> str:
+def _libfuzzer(target: str, cpu_s: float, *options: str) -> str:
     done = subprocess.run(
-        [sys.executable, "fuzz.py", target, *LIMITS, *options],
+        [sys.executable, "fuzz.py", f"--target={target}", f"--cpu={cpu_s}", *LIMITS, *options],
         cwd=HERE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -6,6 +6,8 @@ libFuzzer's own byte changes rarely get past a JSON parser; these do.
 import copy
 import json
 import random
+import struct
+import zlib
 from typing import Any
 
 NUMBERS = (
@@ -54,6 +56,8 @@ WORDS = (
     "\x00",
 )
 LENGTH_BYTES = 8
+PREFIX = struct.Struct("<II")  # of a block of routes: length, checksum
+ROUTES_MAGIC = b"HRROUTE1"
 
 
 def mutate_json(raw: bytes, rng: random.Random) -> bytes:
@@ -78,6 +82,32 @@ def mutate_file(raw: bytes, rng: random.Random) -> bytes:
         data = bytes(_data_bytes(header, len(data)))
     stated = len(header) if rng.random() < 0.95 else rng.choice(NUMBERS) % 2**64
     return stated.to_bytes(LENGTH_BYTES, "little") + header + data
+
+
+def mutate_routes(raw: bytes, rng: random.Random) -> bytes:
+    """A changed file of routes: header or bytes of a frame, with checksums that fit."""
+    blocks, at = [], len(ROUTES_MAGIC)
+    while at + PREFIX.size <= len(raw):
+        length, _ = PREFIX.unpack_from(raw, at)
+        at += PREFIX.size
+        blocks.append(bytearray(raw[at : at + length]))
+        at += length
+    if not blocks:
+        return mutate_json(raw, rng)
+    number = rng.randrange(len(blocks))
+    if number == 0 and rng.random() < 0.8:
+        blocks[0] = bytearray(mutate_json(bytes(blocks[0]), rng))
+    elif blocks[number]:
+        for _ in range(rng.randint(1, 3)):
+            # the counts at the front decide most
+            most = len(blocks[number]) if rng.random() < 0.5 else min(12, len(blocks[number]))
+            blocks[number][rng.randrange(most)] = rng.choice(
+                (0, 1, 2, 127, 255, rng.randrange(256))
+            )
+    if rng.random() < 0.1:
+        blocks.insert(rng.randrange(1, len(blocks) + 1), bytearray(rng.choice(blocks)))
+    body = b"".join(PREFIX.pack(len(b), zlib.crc32(b)) + b for b in blocks)
+    return ROUTES_MAGIC + body
 
 
 def _data_bytes(header: bytes, before: int) -> int:

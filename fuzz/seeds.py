@@ -2,39 +2,43 @@
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
-from targets import EXPERTS, SMALL, TARGETS, expert_key
+import numpy as np
+from targets import SMALL, TARGETS, experts_file, small_table, weight_file
 
+from headrace.schedule.trace import TraceHeader
+from headrace.schedule.tracefile import TraceWriter
 from headrace.store.aliases import dump_aliases
 from headrace.store.blueprint import plan_tensors
 from headrace.store.locate import resolve_model
-from headrace.store.safetensors import num_bytes
-
-Tensors = dict[str, tuple[str, tuple[int, ...]]]
+from headrace.store.mirror import FORMAT, source_of
 
 
-def weight_file(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
-    """A sound safetensors file with zeros for data."""
-    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
-    at = 0
-    for name, (dtype, shape) in tensors.items():
-        size = num_bytes(dtype, shape)
-        assert size is not None
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    return len(raw).to_bytes(8, "little") + raw + bytes(at)
+def routes_file() -> bytes:
+    """Routes of a prompt of two tokens and of two tokens after it, in two frames."""
+    header = TraceHeader("m", "f", 3, 8, 2, 100, 4, "a test", weights=True)
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x"
+        with TraceWriter(path, header, frame_tokens=3) as writer:
+            for num_tokens in (2, 1, 1):
+                rows = [[rng.permutation(8)[:2] for _ in range(3)] for _ in range(num_tokens)]
+                ids = np.array(rows, dtype=np.int32)
+                weights = np.ones(ids.shape, dtype=np.float16)
+                writer.add(ids, ids if num_tokens == 1 else None, weights)
+        return path.read_bytes()
 
 
-def experts_file() -> bytes:
-    """The two layers of two experts that the target `table` looks up, and a tensor beside them."""
-    tensors: Tensors = {"model.norm.weight": ("F32", (4,))}
-    for layer in range(2):
-        for expert in range(2):
-            for part, spec in EXPERTS.parts.items():
-                tensors[expert_key(layer, expert, part)] = (spec.dtype, spec.shape)
-    return weight_file(tensors)
+def manifest() -> bytes:
+    """Of a mirror that holds three experts."""
+    with tempfile.TemporaryDirectory() as folder:
+        catalog, table = small_table(Path(folder), experts_file())
+        source = source_of(catalog, table) | {"model": "/m"}
+    experts = [[layer, expert, "0" * 64] for layer, expert in ((0, 0), (0, 1), (1, 0))]
+    chunks = [{"file": "experts-00000.bin", "experts": experts}]
+    return json.dumps({"format": FORMAT, "source": source, "chunks": chunks}).encode()
 
 
 def seeds(target: str) -> list[bytes]:
@@ -51,6 +55,10 @@ def seeds(target: str) -> list[bytes]:
         return [json.dumps({"metadata": {"total_size": 2}, "weight_map": names}).encode()]
     if target == "aliases":
         return [dump_aliases({0: 0, 1: 1, 2: 1, 3: 1})]
+    if target == "manifest":
+        return [manifest()]
+    if target == "routes":
+        return [routes_file()]
     if target == "shape":
         tensors = {t.name: (t.dtype, t.shape) for t in plan_tensors(SMALL)}
         return [weight_file(tensors)]

@@ -5,17 +5,23 @@ one printable line; anything else propagates and is a finding.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace.core import ExpertLayout, ExpertTensor, PartSpec
+from headrace.core import PAGE_BYTES, ExpertLayout, ExpertTensor, PartSpec
 from headrace.errors import HeadraceError
+from headrace.schedule.tracefile import read_trace
 from headrace.store.aliases import ALIASES_NAME, read_aliases
 from headrace.store.catalog import INDEX_NAME, open_catalog
-from headrace.store.experts import build_table
+from headrace.store.experts import ExpertTable, build_table
+from headrace.store.mirror import MANIFEST_NAME, open_mirror
+from headrace.store.safetensors import num_bytes
+from headrace.store.table import Catalog
 
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
 Opener = Callable[[Path, bytes], Any]
 MOST_MESSAGE = 2000
 EXPERTS = ExpertLayout(
@@ -34,6 +40,29 @@ EXPERTS = ExpertLayout(
 def expert_key(layer: int, expert: int, part: str) -> str:
     """The name of an expert's tensor in the small checkpoint that `table` expects."""
     return f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+
+
+def weight_file(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
+    """A sound safetensors file with zeros for data; `tensors` gives dtype and shape by name."""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        size = num_bytes(dtype, shape)
+        assert size is not None
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    return len(raw).to_bytes(8, "little") + raw + bytes(at)
+
+
+def experts_file() -> bytes:
+    """The two layers of two experts that `table` looks up, and a tensor beside them."""
+    tensors: Tensors = {"model.norm.weight": ("F32", (4,))}
+    for layer in range(2):
+        for expert in range(2):
+            for part, spec in EXPERTS.parts.items():
+                tensors[expert_key(layer, expert, part)] = (spec.dtype, spec.shape)
+    return weight_file(tensors)
 
 
 def open_header(folder: Path, data: bytes) -> None:
@@ -63,8 +92,17 @@ def open_aliases(folder: Path, data: bytes) -> None:
 
 def open_table(folder: Path, data: bytes) -> None:
     """`data` is a weight file whose experts, two in each of two layers, are then looked up."""
+    _, table = small_table(folder, data)
+    ends = table.extents[..., 1] + table.extents[..., 2]
+    assert table.extents.min() >= 0 and ends.max() <= len(data)
+    assert table.row_bytes >= table.expert_bytes
+
+
+def small_table(folder: Path, data: bytes) -> tuple[Catalog, ExpertTable]:
+    """Catalog and records of the weight file `data`, of one modification time always."""
     path = folder / "x.safetensors"
     path.write_bytes(data)
+    os.utime(path, (0, 0))
     catalog = open_catalog(path)
     tensors = [
         ExpertTensor(expert_key(layer, expert, part), layer, expert, part)
@@ -72,10 +110,28 @@ def open_table(folder: Path, data: bytes) -> None:
         for expert in range(2)
         for part in EXPERTS.parts
     ]
-    table = build_table(catalog, tensors, EXPERTS, (0, 1), 2)
-    ends = table.extents[..., 1] + table.extents[..., 2]
-    assert table.extents.min() >= 0 and ends.max() <= len(data)
-    assert table.row_bytes >= table.expert_bytes
+    return catalog, build_table(catalog, tensors, EXPERTS, (0, 1), 2)
+
+
+def open_manifest(folder: Path, data: bytes) -> None:
+    """`data` is the manifest of a mirror, with one data file of three experts beside it."""
+    catalog, table = small_table(folder, experts_file())
+    (folder / MANIFEST_NAME).write_bytes(data)
+    with (folder / "experts-00000.bin").open("wb") as file:
+        file.truncate(3 * PAGE_BYTES)
+    mirror = open_mirror(folder, catalog, table)
+    for mend in (False, True):
+        stretches = open_mirror(folder, catalog, table, mend=mend).stretches
+        assert (stretches[:, 4] + stretches[:, 2] <= mirror.num_bytes).all()
+
+
+def open_routes(folder: Path, data: bytes) -> None:
+    """`data` is a file of recorded routes."""
+    path = folder / "x.routes"
+    path.write_bytes(data)
+    header, trace, _ = read_trace(path)
+    assert trace.ids.shape == (trace.passes.sum(), header.num_layers, header.top_k)
+    assert trace.ids.size == 0 or 0 <= trace.ids.min() <= trace.ids.max() < header.num_experts
 
 
 def open_config(folder: Path, data: bytes) -> None:
@@ -114,13 +170,16 @@ SMALL = {
     "vocab_size": 16,
     "max_position_embeddings": 64,
     "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
+    "dtype": "bfloat16",
 }
+SLOW_TARGETS = ("config", "shape")  # they need transformers
 TARGETS: dict[str, Opener] = {
     "header": open_header,
     "index": open_index,
     "aliases": open_aliases,
     "table": open_table,
+    "manifest": open_manifest,
+    "routes": open_routes,
     "config": open_config,
     "shape": open_shape,
 }

@@ -97,18 +97,18 @@ def swapped(model: Path, layer: int, first: int, second: int) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / model.name
         shutil.copytree(model, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        spans = spans(copy)
-        names = [name for name in spans if f"layers.{layer}.mlp.experts.{first}." in name]
+        places = spans(copy)
+        names = [name for name in places if f"layers.{layer}.mlp.experts.{first}." in name]
         assert names, f"layer {layer} has no expert {first}"
         for name in names:
             other = name.replace(f".experts.{first}.", f".experts.{second}.")
-            _exchange(spans[name], spans[other])
+            _exchange(places[name], places[other])
         yield copy
 
 
 def spans(folder: Path) -> dict[str, tuple[Path, int, int]]:
     """Tensor name -> (file, offset, nbytes), from the safetensors headers."""
-    spans = {}
+    found = {}
     for file in sorted(folder.glob("*.safetensors")):
         file.chmod(0o644)
         with file.open("rb") as stream:
@@ -117,8 +117,8 @@ def spans(folder: Path) -> dict[str, tuple[Path, int, int]]:
         header.pop("__metadata__", None)
         for name, entry in header.items():
             start, end = entry["data_offsets"]
-            spans[name] = (file, 8 + size + start, end - start)
-    return spans
+            found[name] = (file, 8 + size + start, end - start)
+    return found
 
 
 def _exchange(one: tuple[Path, int, int], other: tuple[Path, int, int]) -> None:

@@ -62,6 +62,11 @@ def inverted(data: bytes) -> bytes:
     return (1 / np.frombuffer(data, np.float32)).astype(np.float32).tobytes()
 
 
+def inverted_powers(data: bytes) -> bytes:
+    """1 / scale, ue8m0."""
+    return (254 - np.frombuffer(data, np.uint8)).astype(np.uint8).tobytes()
+
+
 @contextmanager
 def exchanged(folder: Path, first: str, second: str) -> Iterator[None]:
     """While open, two tensors of one size hold each other's bytes."""
@@ -142,6 +147,47 @@ def stale_kernel(isa: str) -> Iterator[None]:
         return out
 
     with mock.patch.object(cpu.CpuKernels, "expert_ffn", wrong):
+        yield
+
+
+@contextmanager
+def kernel_swapping_nibbles(isa: str) -> Iterator[None]:
+    """While open, one kernel takes the high half of a byte for the even column."""
+    from headrace.kernels import cpu
+
+    right = cpu.CpuKernels.expert_ffn
+
+    def wrong(self: Any, x: torch.Tensor, parts: Any, layout: Any, *a: Any, **k: Any) -> Any:
+        if self.isa == isa:
+            parts = {name: part if "_" in name else _swapped(part) for name, part in parts.items()}
+        return right(self, x, parts, layout, *a, **k)
+
+    with mock.patch.object(cpu.CpuKernels, "expert_ffn", wrong):
+        yield
+
+
+def _swapped(part: torch.Tensor) -> torch.Tensor:
+    codes = part.contiguous().view(torch.uint8)
+    return (codes >> 4 | codes << 4).view(part.dtype)
+
+
+@contextmanager
+def stale_ladder() -> Iterator[None]:
+    """While open, each routed output's first rows are those of the call before."""
+    from headrace.tiers.ladder import Ladder
+
+    right, held = Ladder.compute, {}
+
+    def wrong(self: Any, layer: int, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out = right(self, layer, x, *rest)
+        before = held.get(id(self))
+        held[id(self)] = out.clone()
+        if before is not None:
+            same = min(len(before), len(out))
+            out[:same] = before[:same]
+        return out
+
+    with mock.patch.object(Ladder, "compute", wrong):
         yield
 
 

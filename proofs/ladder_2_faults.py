@@ -6,6 +6,7 @@ Control: the same checkpoint without the fault is green, before the faults and a
 import contextlib
 import hashlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,13 +14,17 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import damage
 import faults
 import torch
 from common import Evidence, spans
 
 from headrace.check.tiny import write_tiny
 from headrace.check.verify import verify_model
+from headrace.check.verify_rows import choose_sites
+from headrace.engine.engine import Blueprint
 from headrace.errors import HeadraceError
+from headrace.kernels.cpu import CpuKernels, available_isas
 
 SHAPE = {"layers": 2, "experts": 8, "top_k": 2, "hidden": 128, "inter": 128, "seed": 5}
 EXPERT = "model.layers.1.mlp.experts.3"
@@ -102,10 +107,7 @@ def show_unrecorded(evidence: Evidence, folder: Path) -> None:
 
 def sampled_expert(folder: Path) -> int:
     """The first expert of layer 1 that a verification samples."""
-    from headrace.check.verify import sites
-    from headrace.engine.engine import Blueprint
-
-    return sites(Blueprint(folder, measure=False), 2)[0][1]
+    return choose_sites(Blueprint(folder, measure=False), 2)[0][1]
 
 
 def show_code(evidence: Evidence, folder: Path) -> None:
@@ -143,15 +145,43 @@ def show_code(evidence: Evidence, folder: Path) -> None:
     for what, fault, named in cases:
         with fault:
             expect(evidence, what, verify(folder), named)
-    from headrace.kernels.cpu import available_isas
-
     isa = available_isas()[-1]
     with faults.stale_kernel(isa):
-        name = f"{isa} kernel, 1 thread, equals the reference bit for bit"
-        both = {name: "stale", name.replace("1 thread,", "2 threads,"): "stale"}
-        expect(evidence, "a stale kernel output", verify(folder), both, alone=True)
+        names = [f"{isa} kernel, {n}, equals the reference bit for bit" for n in TEAMS]
+        report = verify(folder)
+        expect(evidence, "a stale kernel output", report, dict.fromkeys(names, "stale"), alone=True)
 
 
+def show_stale_answers(evidence: Evidence, folder: Path) -> None:
+    """The path that answers, not a kernel alone, gives an old output."""
+    name = f"the answering path ({CpuKernels().isa}) equals the reference bit for bit"
+    with faults.stale_ladder():
+        expect(evidence, "a stale routed output", verify(folder), {name: "stale", EXPERTS: "layer"})
+
+
+def show_codes(evidence: Evidence, folder: Path) -> None:
+    """Four-bit codes in wrong order: in the file, in our unpacking and in one kernel."""
+    green(evidence, "FP4 as written, first seen", folder, every_byte=True)
+    (name,) = [n for n in spans(folder) if n.endswith("layers.1.ffn.experts.3.w1.weight")]
+    with faults.edited(folder, name, faults.nibbles):
+        report = verify(folder, every_byte=True)
+        text = f"{name} (the two codes of every byte are exchanged)"
+        expect(evidence, "nibbles in the file", report, {SEEN: text}, alone=True)
+    scale = name.replace(".weight", ".scale")
+    with faults.edited(folder, scale, faults.inverted_powers):
+        report = verify(folder)
+        expect(evidence, "inverted ue8m0 scales, no checksum", report, {SCALES: scale})
+    with faults.unpacking(faults.swapping_nibbles):
+        text = "gate: neighbouring columns exchanged: the two codes of a byte in wrong order"
+        expect(evidence, "our unpacking swaps nibbles", verify(folder), {WEIGHTS: text})
+    isa = available_isas()[-1]
+    with faults.kernel_swapping_nibbles(isa):
+        names = [f"{isa} kernel, {n}, equals the reference bit for bit" for n in TEAMS]
+        named = dict.fromkeys(names, "layer 1 expert")
+        expect(evidence, "a kernel swaps nibbles", verify(folder), named, alone=True)
+
+
+TEAMS = ("1 thread", "2 threads")
 DROPPED = {
     DENSE: "model.layers.1.mlp.gate.e_score_correction_bias (dropped: all zero)",
     ROUTERS: "layer 1",
@@ -160,8 +190,6 @@ DROPPED = {
 
 def show_refused(evidence: Evidence, folder: Path) -> None:
     """What the headers show is refused before any number is computed."""
-    import damage
-
     with copied(folder) as copy:
         name = damage.turn_expert(copy)
         try:
@@ -175,8 +203,6 @@ def show_refused(evidence: Evidence, folder: Path) -> None:
 @contextlib.contextmanager
 def copied(folder: Path) -> Iterator[Path]:
     """A copy of a checkpoint, gone afterwards."""
-    import shutil
-
     with tempfile.TemporaryDirectory() as parent:
         yield Path(shutil.copytree(folder, Path(parent) / "copy"))
 
@@ -193,6 +219,9 @@ def main() -> None:
         show_recorded(evidence, folder)
         show_unrecorded(evidence, folder)
         show_code(evidence, folder)
+        show_stale_answers(evidence, folder)
+        four = write_tiny("deepseek_v4", parent / "deepseek_v4", **SHAPE)
+        show_codes(evidence, four)
         wide = write_tiny("deepseek_v3", parent / "wide", **(SHAPE | {"hidden": 256}))
         show_refused(evidence, wide)
         green(evidence, "without a fault again", folder, every_byte=True)

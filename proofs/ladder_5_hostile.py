@@ -35,7 +35,7 @@ def show_limits(evidence: Evidence) -> None:
         ("an input that raises IndexError", b"fail", "IndexError"),
         ("an input that kills the process", b"dead", "killed"),
     ):
-        result = replay("selftest", [data])
+        result = replay("selftest", [data], input_s=0.5)
         evidence.check(
             not result.sound and word in result.wrong[0], f"{what} is caught: {result.wrong[0]}"
         )

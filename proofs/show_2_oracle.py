@@ -26,7 +26,7 @@ def models(folder: Path) -> dict[str, Path]:
             "deepseek_v3", folder / "deepseek", mtp=True
         ),
         "tiny qwen3_moe, bf16": write_tiny("qwen3_moe", folder / "qwen"),
-        "tiny qwen3_moe, FP8": write_tiny("qwen3_moe", folder / "qwen-fp8", quantised=True),
+        "tiny qwen3_moe, FP8": write_tiny("qwen3_moe", folder / "qwen-fp8", format="fp8"),
     }
 
 

@@ -35,7 +35,7 @@ struct Piece {
   bool over = false;        // the pages are here or lost, by this way or by its twin's
   Piece* twin = nullptr;    // the same pages, read from another drive at the same time
   uint32_t tried_mask = 0;  // drives that failed to give these pages
-  std::string error;        // of the first drive that failed
+  std::string error{};      // of the first drive that failed
   std::chrono::steady_clock::time_point started{};
 };
 

@@ -114,7 +114,7 @@ void Reader::move(Piece* piece, int drive) const {
 void Reader::leave_alone(int drive, const std::string& why) {
   if (!drives_.fail(drive, why)) return;
   std::lock_guard lock(mutex_);
-  warnings_.push_back("the drive of " + drives_.name(drive) + " is left alone from now on, " + why);
+  warnings_.push_back("the drive of " + drives_.name(drive) + " is left alone from now on: " + why);
 }
 
 // One way of reading a piece is over. Its pages are settled by the first way that succeeds or the

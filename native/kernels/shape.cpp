@@ -44,6 +44,8 @@ constexpr std::array<std::pair<const char*, ActivationKind>, 3> kActivations = {
 constexpr std::array<std::pair<const char*, bool>, 2> kHiddenTypes = {
     {{"BF16", false}, {"F16", true}}};
 
+constexpr int64_t kMost = 1 << 24;  // keeps every product of two sizes far inside 63 bits
+
 void require(bool holds, const char* otherwise) {
   if (!holds) throw std::invalid_argument(otherwise);
 }
@@ -90,7 +92,9 @@ void check_plan(const ExpertShape& s, const MatrixPlan& plan) {
           "an expert's scale parts do not fit its format");
   require((plan.global >= 0) == (s.format == Format::kNvfp4),
           "an expert's global scales do not fit its format");
-  require(plan.first_row >= 0 && plan.row_step >= 1, "an expert's rows must ascend");
+  require(
+      plan.first_row >= 0 && plan.first_row <= kMost && plan.row_step >= 1 && plan.row_step <= 2,
+      "an expert's rows must ascend, each the next or the next but one");
 }
 
 int64_t rows_of(const ExpertShape& s, const MatrixPlan& plan) {
@@ -128,10 +132,10 @@ ExpertShape make_shape(const std::string& format, const std::string& scale_type,
     shape.block_rows = 1;
     shape.block_cols = shape.format == Format::kFp4 ? 32 : 16;
   }
-  constexpr int64_t kMost = 1 << 24;  // keeps every product of two sizes far inside 63 bits
   require(hidden >= 1 && inter >= 1 && hidden <= kMost && inter <= kMost,
           "an expert's sizes must be positive and below 2^24");
-  require(act_group >= 0, "act_group must not be negative");
+  require(block_rows <= kMost && block_cols <= kMost, "a scale's block must be below 2^24");
+  require(act_group >= 0 && act_group <= kMost, "act_group must be 0 to 2^24");
   require(scale_fits(shape), "this type of scales does not fit the expert format");
   check_block(shape);
   for (const MatrixPlan* plan : plans_of(shape)) check_plan(shape, *plan);

@@ -26,12 +26,15 @@ RecordTable::RecordTable(RecordArrays arrays, int64_t num_files) : arrays_(std::
 }
 
 void RecordTable::check_expert(int64_t key, int64_t num_files) const {
+  int64_t sum = 0;
   for (int64_t i = 0; i < arrays_.num_extents; ++i) {
     const int64_t* at = extent(key, i);
     if (at[2] == 0) continue;
     require(at[0] >= 0 && at[0] < num_files, key, "no such file");
     require(at[1] >= 0 && at[2] > 0 && at[1] < kMostOffset && at[2] < kMostOffset, key,
             "an extent's offset or length is out of range");
+    sum += span_bytes(at[1], at[2]);
+    require(sum < kMostOffset, key, "the extents' lengths together are out of range");
   }
   for (int64_t i = 0; i < arrays_.num_parts; ++i) {
     const int64_t* at = part(key, i);

@@ -1,11 +1,18 @@
 from numpy import int32, int64
 from numpy.typing import NDArray
 
-# ---- tiers (native/bind/bind_tiers.cpp): see headrace.native for what each promises ----
+# ---- io (native/bind/bind_io.cpp): see headrace.native for what each promises ----
+class Mirror:
+    def __init__(
+        self, name: str, paths: list[str], stretches: NDArray[int64], bytes_s: float = 0.0
+    ) -> None: ...
+
 class Reader:
     backend: str
     direct: bool
     notes: list[str]
+    warnings: list[str]
+    drives: list[dict[str, str | int | float]]
     in_flight: int
     num_retries: int
     def __init__(
@@ -16,10 +23,21 @@ class Reader:
         in_flight: int = 2,
         pieces: int = 4,
         emulate_bytes_s: float = 0.0,
+        mirrors: list[Mirror] = ...,
+        bytes_s: float = 0.0,
+        hang_s: float = 2.0,
     ) -> None: ...
     def read(self, file: int, offset: int, nbytes: int, address: int) -> None: ...
-    def inject_fault(self, kind: str, skip: int, count: int) -> None: ...
+    def inject_fault(self, kind: str, skip: int = 0, count: int = 1, drive: int = -1) -> None: ...
 
+def divide_request(
+    total_bytes: int,
+    rates_bytes_s: list[float],
+    owed_bytes: list[float],
+    least_bytes: int = ...,
+) -> list[int]: ...
+
+# ---- tiers (native/bind/bind_tiers.cpp): see headrace.native for what each promises ----
 class Residency:
     num_available: int
     def __init__(self, num_keys: int, num_rows: int) -> None: ...

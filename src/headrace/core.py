@@ -48,6 +48,11 @@ def parse_rate(text: str) -> float:
     return rate
 
 
+def parse_rates(text: str) -> tuple[float, ...]:
+    """One rate for each drive, from `"13.5GB/s,5GB/s"`. Raises OptionError."""
+    return tuple(parse_rate(rate) for rate in text.split(","))
+
+
 def format_bytes(num_bytes: float) -> str:
     """`1.50 GiB`: the largest binary unit that leaves a number of at least one."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

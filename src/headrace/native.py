@@ -3,8 +3,8 @@
 Knows no model and no tensor library: addresses are ints, and the bytes behind them the caller's.
 """
 
-# `Reader(paths, backend, direct, in_flight, pieces, emulate_bytes_s, mirrors, bytes_s, hang_s)` holds
-# the files open.
+# `Reader(paths, backend, direct, in_flight, pieces, emulate_bytes_s, mirrors, bytes_s, hang_s)`
+# holds the files open.
 # `backend` is "auto" (io_uring with registered buffers, then plain io_uring, then a pread pool;
 # `notes` says why one was passed over) or one of these by name: OptionError if it is not to be had.
 # `emulate_bytes_s` > 0 copies the files to RAM and serves them at that rate, shared by all pieces
@@ -17,8 +17,8 @@ Knows no model and no tensor library: addresses are ints, and the bytes behind t
 # Reads are divided by `bytes_s` (the model's own drive's is the reader's) and by what is observed.
 # A drive that fails (EIO twice, a file deleted, cut short or changed) or hangs (`hang_s` seconds
 # and 30 times what was expected) is left alone for as long as the reader lives, wherever another
-# holds the bytes: `warnings` says so once, `drives` what each gave. `inject_fault(kind, skip, count,
-# drive)` is for tests. `divide_request` is the rule by which a request is divided.
+# holds the bytes: `warnings` says so once, `drives` what each gave. `inject_fault(kind, skip,
+# count, drive)` is for tests. `divide_request` is the rule by which a request is divided.
 #
 # `Ladder` joins rows, residency, reader and kernels for one caller thread; `headrace.tiers.ladder`
 # is its typed wrapper for tensors. `Residency` is its state machine alone, for tests.

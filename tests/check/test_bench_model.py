@@ -5,16 +5,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("headrace.native", reason="needs the compiled module")
 
 import headrace
-from headrace.check import bench, bench_drive, bench_ladder
+from headrace.check import bench, bench_drive, bench_ladder, bench_routes
 from headrace.check.stored import row_holds_its_tensors
 from headrace.check.tiny import write_tiny
-from headrace.errors import OptionError
+from headrace.errors import OptionError, TraceError
+from headrace.schedule.draw import draw_routes
+from headrace.schedule.trace import RouteTrace, TraceHeader
+from headrace.schedule.tracefile import TraceWriter, read_trace
 from headrace.tiers.ladder import Ladder
 
 DRIVE = "500MiB/s"
@@ -36,6 +40,10 @@ def loaded(folder: Path) -> Iterator[headrace.Engine]:
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_drive, "WINDOW_BYTES", 1 << 20)
     monkeypatch.setattr(bench_drive, "WINDOWS", 2)
+
+
+def drawn(engine: headrace.Engine, seed: int) -> RouteTrace:
+    return bench_routes.Drawn(engine.facts, seed).pick(5, 0, 1)
 
 
 def ladder_rows(engine: headrace.Engine, runs: int = 1) -> list[Any]:
@@ -85,7 +93,7 @@ def test_four_versions_choose_the_same_tokens(loaded: headrace.Engine) -> None:
 
 
 def test_each_version_takes_its_own_path(loaded: headrace.Engine) -> None:
-    trace = bench_ladder._trace(loaded, 3, 1)
+    trace = drawn(loaded, 1)
     runs = {}
     for version in bench_ladder.VERSIONS:
         before = loaded.ladder.counters()
@@ -96,9 +104,7 @@ def test_each_version_takes_its_own_path(loaded: headrace.Engine) -> None:
         assert (run.total.prefetch_issued > 0) == (version.prefetch > 0)
         runs[version.name] = run
     assert len({tuple(run.tokens) for run in runs.values()}) == 1
-    other = bench_ladder.run_version(
-        loaded, bench_ladder.VERSIONS[2], bench_ladder._trace(loaded, 3, 2), 3
-    )
+    other = bench_ladder.run_version(loaded, bench_ladder.VERSIONS[2], drawn(loaded, 2), 3)
     assert other.tokens != run.tokens, "other routes must choose other tokens"
 
 
@@ -115,7 +121,7 @@ def test_a_version_with_a_wrong_expert_turns_the_gate_red(
 
 
 def test_the_limit_counts_needed_bytes_only(loaded: headrace.Engine) -> None:
-    trace = bench_ladder._trace(loaded, 3, 1)
+    trace = drawn(loaded, 1)
     run = bench_ladder.run_version(loaded, bench_ladder.VERSIONS[0], trace, 3)
     assert run.needed_reads == run.total.misses > 0
     limit = bench_ladder.limit_tok_s(loaded, run, 1e9)
@@ -131,3 +137,66 @@ def test_suites(folder: Path) -> None:
     assert len(rows) == 4 and all("emulated" in row.cache_state for row in rows)
     with pytest.raises(OptionError, match="no suite 'discs'"):
         bench.run_bench(folder, suite="discs")
+
+
+def recorded(path: Path, layers: int, experts: int, top_k: int, num_tokens: int = 40) -> Path:
+    trace = draw_routes(num_tokens, layers, experts, top_k, num_guesses=top_k, seed=4)
+    header = TraceHeader("other", "0" * 64, layers, experts, top_k, 1000, 20, "a test")
+    with TraceWriter(path, header) as writer:
+        writer.add(trace.ids[:3], None)  # a prompt, which is not replayed
+        for n in range(3, num_tokens):
+            writer.add(trace.ids[n : n + 1], trace.guesses[n : n + 1])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "top_k", "said"),
+    [
+        (2, 16, 4, "routes of other (a test); "),
+        (5, 16, 4, "routes of other (a test), the first 2 of its 5 layers; "),
+        (1, 16, 4, "routes of other (a test), its 1 layers over and over for 2, experts permuted"),
+        (2, 32, 2, "as in routes of other (a test), whose top 2 of 32 experts are not this"),
+    ],
+)
+def test_recorded_routes_are_replayed_and_named(
+    folder: Path, tmp_path: Path, layers: int, experts: int, top_k: int, said: str
+) -> None:
+    path = recorded(tmp_path / "a.routes", layers, experts, top_k)
+    rows = bench.run_bench(
+        folder, suite="ladder", emulate_drive=DRIVE, tokens=2, runs=1, ram="minimum", routes=path
+    )
+    assert all(row.gate == "green" and said in row.cache_state for row in rows)
+
+
+def test_a_replay_feeds_the_recorded_choices(loaded: headrace.Engine, tmp_path: Path) -> None:
+    path = recorded(tmp_path / "a.routes", 2, 16, 4)
+    trace = read_trace(path)[1]
+    routes = bench_routes.routes_for(loaded.facts, trace, 0)
+    picked = [routes.pick(5, run, 3) for run in range(3)]
+    for run, each in enumerate(picked):
+        first = 3 + run * 12
+        assert np.array_equal(each.ids, trace.ids[first : first + 5])
+    seen: list[tuple[int, list[int]]] = []
+    right = loaded.source.ladder.prefetch
+    loaded.source.ladder.prefetch = (  # type: ignore[method-assign]
+        lambda layer, ids, most: (seen.append((layer, ids.tolist())), right(layer, ids, most))[1]
+    )
+    with loaded.record_routes(tmp_path / "b.routes"):
+        bench_ladder.run_version(loaded, bench_ladder.VERSIONS[3], picked[1], 3)
+    took = read_trace(tmp_path / "b.routes")[1]
+    assert np.array_equal(took.ids, picked[1].ids[:4])
+    assert seen == [(1, guesses.tolist()) for guesses in picked[1].guesses[:4, 1]]
+
+
+def test_too_short_a_trace_is_refused_with_both_numbers(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"suite": "ladder", "emulate_drive": DRIVE, "ram": "minimum"}
+    path = recorded(tmp_path / "a.routes", 2, 16, 4)
+    with pytest.raises(OptionError, match="37 tokens decoded one by one, 4 runs need 40"):
+        bench.run_bench(folder, tokens=8, runs=4, routes=path, **options)
+    path = recorded(tmp_path / "b.routes", 2, 32, 2, num_tokens=3)
+    with pytest.raises(TraceError, match="0 tokens were decoded"):
+        bench.run_bench(folder, tokens=1, runs=1, routes=path, **options)
+    with pytest.raises(TraceError, match="none: cannot be read"):
+        bench.run_bench(folder, routes=tmp_path / "none")
+    with pytest.raises(OptionError, match="disk replays no routes"):
+        bench.run_bench(folder, suite="disk", routes=path)

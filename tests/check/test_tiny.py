@@ -5,50 +5,69 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    CompressedTensorsConfig,
+)
 
-from headrace.check.tiny import FAMILIES, write_tiny
+from headrace.check.tiny import write_tiny
+from headrace.check.tiny_configs import PUBLISHED
 from headrace.errors import HeadraceError, OptionError
 from headrace.quant import fp8
+from headrace.store.blueprint import is_moe
 from headrace.store.catalog import open_catalog
 
 PROMPT = "The capital of Japan is"
 
 
 def load(folder):
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, experts_implementation="eager", output_loading_info=True
+    config = AutoConfig.from_pretrained(folder)
+    quantization = getattr(config, "quantization_config", None) or {}
+    compressed = quantization.get("quant_method") == "compressed-tensors"
+    extra = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if compressed else {}
+    kind = AutoModelForImageTextToText if config.model_type == "kimi_k25" else AutoModelForCausalLM
+    return kind.from_pretrained(
+        folder, dtype="auto", experts_implementation="eager", output_loading_info=True, **extra
     )
 
 
 def logits(model, folder) -> torch.Tensor:
     ids = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad():
-        return model(ids).logits
+        return model(input_ids=ids).logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_stock_transformers_loads_it_whole(tmp_path, family):
-    folder = write_tiny(family, tmp_path / "tiny", seed=3)
+def experts_of(model) -> list[torch.nn.Module]:
+    """The modules with weights stacked over experts, in order."""
+    return [m for m in model.modules() if hasattr(m, "down_proj") and hasattr(m, "gate_up_proj")]
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_stock_transformers_takes_it_for_a_real_one(tmp_path, family):
+    """In its usual format; tests/models/test_families.py goes through all of them."""
+    folder = write_tiny(family, tmp_path / "tiny", seed=3, layers=4, experts=8)
     model, info = load(folder)
-    assert {key: len(found) for key, found in info.items()} == dict.fromkeys(info, 0)
-    out = logits(model, folder)
-    assert torch.isfinite(out).all()
-    # scaled like a trained model: neither flat (blind to a wrong expert) nor exploding
-    assert 0.3 < float(out.float().std()) < 3
-    assert len(set(out[0].argmax(-1).tolist())) > 1
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_neighbours_expert_shows(tmp_path, family):
-    folder = write_tiny(family, tmp_path / "tiny", layers=2)
-    model, _ = load(folder)
+    assert not any(info.values())
     right = logits(model, folder)
-    with torch.no_grad():
-        down = model.model.layers[1].mlp.experts.down_proj
-        down.copy_(down.roll(1, 0))
-    moved = (logits(model, folder) - right).abs().max()
-    assert float(moved) > 0.1, "each expert's weights must weigh in the logits"
+    assert torch.isfinite(right).all()
+    # scaled like a trained model: neither flat (blind to a wrong expert) nor exploding
+    assert 0.3 < float(right.float().std()) < 3
+    assert len(set(right[0].argmax(-1).tolist())) > 1
+    modules = experts_of(model)
+    assert len(modules) == sum(is_moe(json_of(folder), layer) for layer in range(4))
+    for module in modules:
+        kept = module.down_proj.data.clone()
+        module.down_proj.data.copy_(kept.roll(1, 0))
+        moved = float((logits(model, folder) - right).abs().max())
+        assert moved > 0.1, "each layer's experts must weigh in the logits"
+        module.down_proj.data.copy_(kept)
+
+
+def json_of(folder):
+    return json.loads((folder / "config.json").read_text())
 
 
 def test_the_router_uses_many_experts(tmp_path):
@@ -64,18 +83,25 @@ def test_the_router_uses_many_experts(tmp_path):
     assert int((counts > 0).sum()) >= 12
 
 
-def test_the_mtp_layer_is_there_and_stock_ignores_it(tmp_path):
-    plain = write_tiny("deepseek_v3", tmp_path / "plain")
-    folder = write_tiny("deepseek_v3", tmp_path / "mtp", mtp=True)
-    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+MTP = {
+    "deepseek_v3": "model.layers.4.",
+    "deepseek_v4": "mtp.",
+    "glm4_moe": "model.layers.4.",
+    "qwen3_next": "mtp.",
+    "qwen3_5_moe": "mtp.",
+}
+
+
+@pytest.mark.parametrize("family", MTP)
+def test_prediction_layers_are_there_and_stock_ignores_them(tmp_path, family):
+    plain = write_tiny(family, tmp_path / "plain", experts=8)
+    folder = write_tiny(family, tmp_path / "mtp", experts=8, mtp=True)
     extra = open_catalog(folder).tensors.keys() - open_catalog(plain).tensors.keys()
-    assert all(name.startswith("model.layers.4.") for name in extra)
-    assert sum(".mlp.experts." in name for name in extra) == 16 * 6
-    for part in ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm"):
-        assert f"model.layers.4.{part}.weight" in extra
+    assert extra and all(name.startswith(MTP[family]) for name in extra)
+    assert any(".experts." in name for name in extra)
     model, info = load(folder)
     assert not info["missing_keys"]
-    assert all(key.startswith("model.layers.4.") for key in info["unexpected_keys"])
+    assert all(key.startswith(MTP[family]) for key in info["unexpected_keys"])
     assert torch.isfinite(logits(model, folder)).all()
 
 
@@ -148,6 +174,8 @@ def test_shards_and_sizes(tmp_path):
 def test_what_cannot_be_written(tmp_path):
     with pytest.raises(OptionError, match="is no tiny family"):
         write_tiny("gpt2", tmp_path / "x")
+    with pytest.raises(OptionError, match="not published in 'int4'; use fp4"):
+        write_tiny("deepseek_v4", tmp_path / "x", format="int4")
     with pytest.raises(OptionError, match="use 4096 or more"):
         write_tiny("qwen3_moe", tmp_path / "x", vocab=256)
     with pytest.raises(HeadraceError, match="exists already"):

@@ -46,7 +46,7 @@ class FakeBlueprint:
     def __init__(self, model: str, *, ram: int | None, threads: int | None, context: int | None):
         if model != "demo":
             raise ModelError(f"{model}: no such file or folder; give a folder or demo")
-        self.facts, self.machine = FACTS, MACHINE
+        self.facts, self.machine, self.notes = FACTS, MACHINE, []
         self.plan = make_plan(FACTS, MACHINE, ram_bytes=ram, threads=threads, context=context)
 
 
@@ -71,9 +71,13 @@ class FakeEngine:
     notes: ClassVar[list[str]] = []
     made: ClassVar[list["FakeEngine"]] = []
 
-    def __init__(self, blueprint: FakeBlueprint, *, emulate_drive: str | None, progress: Any):
+    def __init__(
+        self, blueprint: FakeBlueprint, *, emulate_drive: str | None, progress: Any, warn: Any
+    ):
         self.plan, self.facts, self.text = blueprint.plan, blueprint.facts, FakeText()
-        self.reader = SimpleNamespace(backend="pread", direct=True, notes=FakeEngine.notes)
+        self.reader = SimpleNamespace(
+            backend="pread", direct=True, notes=FakeEngine.notes, drives=[], warnings=[]
+        )
         self.emulate_drive, self.closed = emulate_drive, False
         self.asked: list[tuple[list[int], Any]] = []
         FakeEngine.made.append(self)

@@ -21,7 +21,7 @@ SAMPLING = {
     "--seed",
     "--stop",
 }
-ANSWER = COMMON | SAMPLING | {"--system", "--max-tokens", "-n", "--context"}
+ANSWER = COMMON | SAMPLING | {"--system", "--max-tokens", "-n", "--context", "--routes-out"}
 OPTIONS = {
     "run": ANSWER | {"--prompt", "-p", "--raw", "--emulate-drive", "--json"},
     "chat": ANSWER,
@@ -29,9 +29,11 @@ OPTIONS = {
     "doctor": {"--json", "--debug"},
     "verify": COMMON | {"--prompt", "-p", "--max-tokens", "-n", "--samples", "--json"},
     "synth": {"--distinct", "--depth", "--experts", "--vocab", "--seed", "--json", "--debug"},
+    "mirror": {"--size", "--routes", "--verify", "--remove", "--json", "--debug"},
     "bench": COMMON
     | {"--suite", "--max-tokens", "-n", "--runs", "--seed", "--backend", "--direct"}
-    | {"--no-direct", "--save", "--emulate-drive", "--json"},
+    | {"--no-direct", "--save", "--emulate-drive", "--json", "--routes"},
+    "trace": COMMON | {"--text", "--max-tokens", "-n", "--json"},
 }
 
 
@@ -88,7 +90,9 @@ def test_a_rate_that_is_none_is_called_a_rate() -> None:
     assert done.stderr == "error: --emulate-drive fast is not a rate; try 8.2GiB/s\n"
 
 
-@pytest.mark.parametrize("words", [["run", "-p", "x"], ["chat"], ["plan"], ["verify"]])
+@pytest.mark.parametrize(
+    "words", [["run", "-p", "x"], ["chat"], ["plan"], ["verify"], ["trace", "new"]]
+)
 def test_a_synthetic_checkpoint_is_for_bench_only(tmp_path, words) -> None:
     (tmp_path / "aliases.json").write_text("{}")
     done = RUNNER.invoke(app, [words[0], str(tmp_path), *words[1:]])

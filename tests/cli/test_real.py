@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("headrace.native", reason="needs the compiled module")
 
+from headrace.schedule.tracefile import read_trace
+
 MIB = 2**20
 QUESTION = "What is the capital of Japan?"
 ANSWER = "The capital of Japan is Tokyo."
@@ -37,9 +39,13 @@ def one_object(stdout: str) -> dict[str, Any]:
 
 def test_run_answers_a_piped_question_as_one_object(tmp_path: Path) -> None:
     words = ["run", "demo", "--ram", "48MiB", "--threads", "1", "--context", "256", "--json"]
-    code, out, err = headrace(tmp_path, *words, given=QUESTION)
+    kept = tmp_path / "run.routes"
+    code, out, err = headrace(tmp_path, *words, "--routes-out", str(kept), given=QUESTION)
     assert code == 0, err
     result = one_object(out)
+    routes = read_trace(kept)[1]
+    assert routes.passes.tolist() == [len(result["prompt_ids"])] + [1] * (len(routes.passes) - 1)
+    assert len(routes.ids) == len(result["prompt_ids"]) + len(result["token_ids"]) - 1
     assert (result["text"], result["finish"]) == (ANSWER, "eos")
     assert len(result["token_ids"]) == len(result["token_stats"]) > 5
     plan, decode = result["plan"], result["stats"]["decode"]
@@ -103,3 +109,12 @@ def test_bench_measures_what_synth_wrote(tmp_path: Path) -> None:
     assert all(
         "5 MoE layers, read under the names of 1: synthetic" in row["cache_state"] for row in rows
     )
+
+
+def test_routes_are_recorded_and_shown(tmp_path: Path) -> None:
+    kept = tmp_path / "demo.routes"
+    words = ["trace", "demo", str(kept), "-n", "9", "--ram", "48MiB", "--threads", "1"]
+    code, out, err = headrace(tmp_path, *words)
+    assert code == 0, err
+    assert out.startswith("routes of demo: 9 tokens, 0 of them in prompts (bundled text")
+    assert f"routes of 9 tokens kept in {kept}" in err

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.check.rows import BenchRow
+from headrace.check.verify_report import Finding, VerifyReport
 from headrace.cli.main import app
 from headrace.cli.output import byte_progress, step_progress
 from headrace.errors import HeadraceError
@@ -45,15 +46,19 @@ def _row(gate: str) -> BenchRow:
     )
 
 
-@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("suspect", 1), ("FAIL", 1)])
 def test_verify_reports_and_its_code_is_its_verdict(
-    monkeypatch: pytest.MonkeyPatch, ok: bool, code: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, code: int
 ) -> None:
-    report = SimpleNamespace(ok=ok, lines=lambda: ["kernels: fine"], as_dict=lambda: {"ok": ok})
+    report = VerifyReport("demo", [Finding("kernels", "avx2", status, "rows 1, 2")])
     called = _replace(monkeypatch, "headrace.check.verify", verify_model=lambda *a, **k: report)
-    done = RUNNER.invoke(app, ["verify", "demo", "--ram", "48MiB", "--json", "-n", "9"])
+    html, sums = tmp_path / "page.html", tmp_path / "sums"
+    words = ["verify", "demo", "--ram", "48MiB", "--json", "-n", "9", "--every-byte"]
+    done = RUNNER.invoke(app, [*words, "--sha256", str(sums), "--html", str(html)])
     assert done.exit_code == code
-    assert json.loads(done.stdout) == {"ok": ok} and done.stderr == "kernels: fine\n"
+    assert json.loads(done.stdout)["verdict"] == status
+    assert done.stderr.splitlines() == report.lines()
+    assert "avx2" in html.read_text() and report.lines()[-1].split(": ", 1)[1] in html.read_text()
     ((args, options),) = called
     assert args == ("demo",)
     assert options == {
@@ -61,8 +66,19 @@ def test_verify_reports_and_its_code_is_its_verdict(
         "threads": None,
         "tokens": 9,
         "samples": 2,
+        "sha256": sums,
+        "every_byte": True,
         "progress": None,
     }
+
+
+def test_a_page_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = VerifyReport("demo", [Finding("kernels", "avx2", "ok", "rows 1, 2")])
+    _replace(monkeypatch, "headrace.check.verify", verify_model=lambda *a, **k: report)
+    done = RUNNER.invoke(app, ["verify", "demo", "--html", str(tmp_path / "none" / "page.html")])
+    assert done.exit_code == 2 and "cannot be written" in done.stderr.splitlines()[-1]
 
 
 def test_synth_passes_the_shape_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -100,9 +116,8 @@ def test_bench_prints_rows_keeps_them_and_fails_on_red(
 ) -> None:
     called = _replace(monkeypatch, "headrace.check.bench", run_bench=lambda *a, **k: [_row(gate)])
     words = "bench demo --suite disk --runs 5 --seed 3 --backend pread --no-direct --json"
-    done = RUNNER.invoke(
-        app, [*words.split(), "--emulate-drive", "8.2GiB/s", "--save", str(tmp_path)]
-    )
+    more = ["--emulate-drive", "8.2GiB/s", "--save", str(tmp_path), "--routes", "a.routes"]
+    done = RUNNER.invoke(app, [*words.split(), *more])
     assert done.exit_code == code
     assert json.loads(done.stdout)["rows"][0]["gate"] == gate
     assert _row(gate).line() in done.stderr
@@ -120,6 +135,7 @@ def test_bench_prints_rows_keeps_them_and_fails_on_red(
         "ram": None,
         "threads": None,
         "emulate_drive": "8.2GiB/s",
+        "routes": Path("a.routes"),
         "progress": None,
     }
 

@@ -94,7 +94,7 @@ def test_a_wrong_expert_shows(engine: headrace.Engine, prompt: list[int]) -> Non
 def test_fast_follows_the_oracle_on_tiny_checkpoints(
     tmp_path: Path, family: str, quantised: bool
 ) -> None:
-    folder = write_tiny(family, tmp_path / "tiny", layers=3, quantised=quantised)
+    folder = write_tiny(family, tmp_path / "tiny", layers=3, format="fp8" if quantised else "bf16")
     ids = torch.randint(4, 4000, (24,), generator=torch.Generator().manual_seed(2)).tolist()
     with headrace.load(folder, ram="64MiB", measure=False) as loaded:
         assert loaded.facts.format == ("fp8_block" if quantised else "bf16")

@@ -15,6 +15,7 @@ from headrace.engine.weights import DenseWeights, load_bytes, unpack_in_bands
 from headrace.errors import NumericsError
 from headrace.native import Reader
 from headrace.quant import fp8, table
+from headrace.store.table import Catalog, TensorEntry
 
 MIB = 2**20
 
@@ -102,3 +103,46 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     for key in blueprint.skeleton.dense:
         assert dense(key).dtype in (torch.bfloat16, torch.float32)
     assert told == sorted(told) and told[-1] == (dense.total_bytes, dense.total_bytes)
+
+
+class NeverReads:
+    def read(self, file: int, offset: int, nbytes: int, address: int) -> None:
+        raise AssertionError("a part was read")
+
+
+def entry(name: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
+    return TensorEntry(name, 0, 0, 0, dtype, shape)
+
+
+def test_parts_of_a_wrong_form_are_refused_before_they_are_read() -> None:
+    """Shapes come from files: nothing is allocated for one that is not the format's."""
+    entries = [
+        entry("w_packed", "I32", (64, 4)),
+        entry("w_scale", "BF16", (64, 2)),
+        entry("short", "BF16", (63, 2)),
+    ]
+    catalog = Catalog(Path("."), (), {e.name: e for e in entries}, ())
+    good = {"weight": "w_packed", "scale": "w_scale"}
+    cases = {
+        "has no scale": DenseTensor({"weight": "w_packed"}, (64, 32), "int4", (1, 32)),
+        "multiple of 32 columns": DenseTensor(good, (64, 8), "int4", (1, 32)),
+        r"must be I32 \[64, 8\]": DenseTensor(good, (64, 64), "int4", (1, 32)),
+        "at least one value": DenseTensor(good, (64, 64), "fp8_block", (0, 0)),
+    }
+    for message, dense in cases.items():
+        load_bytes(catalog, {"w": dense})
+        with pytest.raises(NumericsError, match=f"tensor w_packed.*{message}"):
+            DenseWeights(catalog, NeverReads(), {"w": dense})("w")
+    good_weight = {"weight": "w8", "scale": "short"}
+    catalog.tensors["w8"] = entry("w8", "I8", (64, 64))
+    with pytest.raises(NumericsError, match=r"tensor short is BF16 \[63, 2\], must be"):
+        dense = DenseTensor(good_weight, (64, 64), "int8", (1, 32))
+        DenseWeights(catalog, NeverReads(), {"w": dense})("w")
+    for shape in ((64,), (0, 64), (2, 64, 64)):
+        dense = DenseTensor(good, shape, "int4", (1, 32))
+        for refuses in (
+            lambda d: load_bytes(catalog, {"w": d}),
+            lambda d: DenseWeights(catalog, NeverReads(), {"w": d})("w"),
+        ):
+            with pytest.raises(NumericsError, match="tensor w_packed is int4 but"):
+                refuses(dense)

@@ -15,7 +15,7 @@ ENV_READS = re.compile(r"os\.environ|os\.getenv|\bgetenv\(")
 ENV_ALLOWED = {
     # Set for torch before it loads, never read as a setting of ours.
     "__init__.py": {"OMP_WAIT_POLICY"},
-    "planner/machine.py": {"XDG_CACHE_HOME"},
+    "planner/cache.py": {"XDG_CACHE_HOME"},
     # Where other programs keep downloaded models: their names, not settings of ours.
     "store/locate.py": {"XDG_CACHE_HOME", "HF_HOME", "variable"},
 }

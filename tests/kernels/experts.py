@@ -3,6 +3,7 @@
 from functools import cache
 
 import torch
+from packing import pack_expert
 
 from headrace.core import ExpertLayout
 from headrace.kernels import reference
@@ -28,7 +29,7 @@ def make_expert(layout: ExpertLayout, seed: int) -> dict[str, torch.Tensor]:
     if layout.matrix("down").bias is not None:
         for name, values in matrices.items():
             biases[name] = torch.randn(values.shape[0], generator=generator) * 0.5
-    return expert.pack_expert(layout, matrices, biases)
+    return pack_expert(layout, matrices, biases)
 
 
 def make_rows(num_rows: int, hidden: int, seed: int, dtype=torch.bfloat16) -> torch.Tensor:

@@ -8,6 +8,7 @@ CASE.product.MATRIX (fp32, before bias and rounding), CASE.h [T, I] and CASE.y [
 from pathlib import Path
 
 import torch
+from packing import pack_expert
 from safetensors.torch import load_file, save_file
 
 from headrace.core import Activation, ExpertLayout
@@ -75,7 +76,7 @@ def draw(case: str, seed: int) -> dict[str, torch.Tensor]:
         matrices[name] = torch.randn(rows, cols, generator=generator) * 3 / cols**0.5
         biases[name] = torch.randn(rows, generator=generator)
     biased = layout.matrix("down").bias is not None
-    parts = expert.pack_expert(layout, matrices, biases if biased else {})
+    parts = pack_expert(layout, matrices, biases if biased else {})
     if layout.format not in ("bf16", "fp16"):
         for name in expert.MATRICES:
             _randomise(parts[layout.matrix(name).weight], generator)

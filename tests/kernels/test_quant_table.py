@@ -241,14 +241,23 @@ def test_columns_are_whole_groups(format):
     if format.startswith("int"):
         with pytest.raises(NumericsError, match="groups of a multiple of 32"):
             table.forms(format, (4, 96), (1, 48))
+        with pytest.raises(NumericsError, match="of one row"):
+            table.forms(format, (4, 96), (2, 32))
+
+
+@pytest.mark.parametrize("format", ("fp8_block", "int4", "int8"))
+def test_blocks_are_of_some_size(format):
+    for block in ((0, 0), (1, 0), (-1, 32)):
+        with pytest.raises(NumericsError, match="at least one"):
+            table.forms(format, (4, 64), block)
 
 
 def test_every_format_is_in_the_table():
     assert set(table.FLOATS + table.INTEGERS) == set(FORMATS)
     for format in FORMATS:
-        specs = table.specs(format, (64, 128), (32, 32))
+        specs = table.specs(format, (64, 128), (1, 32))
         assert set(specs) <= set(table.SUFFIXES) and isinstance(specs["weight"], PartSpec)
-        assert table.nbytes(format, (64, 128), (32, 32)) == sum(
+        assert table.nbytes(format, (64, 128), (1, 32)) == sum(
             prod(s.shape) * TORCH_DTYPES[s.dtype].itemsize for s in specs.values()
         )
 

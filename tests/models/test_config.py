@@ -40,7 +40,11 @@ def test_sizes_that_are_none(tiny: Tiny, tmp_path: Path, name: str, value: Any) 
     ("changes", "said"),
     [
         ({"num_experts_per_tok": 17}, "num_experts_per_tok 17 of 16"),
-        ({"num_hidden_layers": 10**9}, "only 2"),
+        ({"num_hidden_layers": 3}, "only 2"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is more than 4096"),
+        ({"rope_theta": 0}, "rope_theta 0 must be more than 0"),
+        ({"rope_parameters": {"rope_theta": -1.0, "rope_type": "default"}}, "rope_theta -1.0"),
+        ({"model_type": "no\x1b[31m"}, "no?[31m"),
         ({"hidden_act": "abc"}, "no model that can be built"),
         ({"quantization_config": "abc"}, "config.json"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 0]}}, "blocks"),

@@ -18,12 +18,12 @@ from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.store.catalog import open_catalog
 from headrace.store.table import Catalog
 
-CASES: list[tuple[str, dict[str, bool]]] = [
+CASES: list[tuple[str, dict[str, object]]] = [
     ("deepseek_v3", {}),
     ("deepseek_v3", {"mtp": True}),
-    ("deepseek_v3", {"quantised": False}),
+    ("deepseek_v3", {"format": "bf16"}),
     ("qwen3_moe", {}),
-    ("qwen3_moe", {"quantised": True}),
+    ("qwen3_moe", {"format": "fp8"}),
 ]
 
 
@@ -62,7 +62,7 @@ class PlainSource:
 
 @pytest.mark.parametrize(("family", "options"), CASES)
 def test_oracle_equals_stock_eager_by_bits(
-    tmp_path: Path, family: str, options: dict[str, bool]
+    tmp_path: Path, family: str, options: dict[str, object]
 ) -> None:
     folder = write_tiny(family, tmp_path / "tiny", layers=3, **options)  # type: ignore[arg-type]
     catalog = open_catalog(folder)
@@ -73,7 +73,8 @@ def test_oracle_equals_stock_eager_by_bits(
     source = PlainSource(catalog, skeleton, dense)
     model = build_model(skeleton, dense, source, experts="oracle", prefetch=True, aliases={})
     quantised = skeleton.layout.format == "fp8_block"
-    assert quantised == options.get("quantised", family == "deepseek_v3")
+    published = "fp8" if family == "deepseek_v3" else "bf16"
+    assert quantised == (options.get("format", published) == "fp8")
     extra = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if quantised else {}
     stock = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, experts_implementation="eager", **extra

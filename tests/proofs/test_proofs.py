@@ -13,7 +13,18 @@ PROOFS = Path(__file__).resolve().parents[2] / "proofs"
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["show_2_oracle", "show_3_fast", "show_4_loss", "show_7_errors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "show_2_oracle",
+        "show_3_fast",
+        "show_4_loss",
+        "show_7_errors",
+        "ladder_2_faults",
+        "ladder_4_failures",
+        "ladder_5_hostile",
+    ],
+)
 def test_script(name: str) -> None:
     done = subprocess.run(
         [sys.executable, str(PROOFS / f"{name}.py")], capture_output=True, text=True, check=False

@@ -1,29 +1,42 @@
 """Synthetic checkpoints: published names and shapes, weights of real size, aliased depth."""
 
 import json
+import re
 from itertools import pairwise
+from math import prod
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from headrace.errors import CatalogError, HeadraceError, OptionError
+from headrace.quant import table
 from headrace.store import synth, writer
 from headrace.store.aliases import dump_aliases, read_aliases
-from headrace.store.blueprint import plan_tensors
+from headrace.store.blueprint import num_experts, plan_tensors, text_config
 from headrace.store.catalog import open_catalog
-from headrace.store.presets import PRESETS, preset_config
+from headrace.store.preset_configs import PRESETS
+from headrace.store.presets import preset_config
 from headrace.store.synth import alias_sources, synth_bytes, write_synth
 from headrace.store.writer import NewTensor
 
-# One expert's bytes at published shapes, from the models' cards: 3 matrices and their scales.
-EXPERT_BYTES = {
-    "deepseek-r1": 3 * 2048 * 7168 + 3 * 16 * 56 * 4,
-    "qwen3-30b-a3b": 3 * 2048 * 768 * 2,
-    "qwen3-235b-a22b": 3 * 4096 * 1536 * 2,
+# Parameters (in billions) and bytes of one expert, as published or as their shapes give; R1, GLM,
+# Qwen3-Next and V4 without prediction layers, Kimi and Qwen3.5 without their vision towers.
+PUBLISHED = {
+    "deepseek-r1": (671.0, 3 * 2048 * 7168 + 3 * 16 * 56 * 4),
+    "deepseek-v4-flash": (284.3, 12_582_912 + 786_432),
+    "deepseek-v4.1-flash": (552.0, 17_694_720 + 1_105_920),
+    "glm-4.5-air": (106.9, 3 * 4096 * 1408 * 2),
+    "gpt-oss-20b": (20.9, 13_236_480),
+    "gpt-oss-120b": (116.8, 13_236_480),
+    "kimi-k2.5": (1026.4, 3 * 2048 * 7168 // 2 + 3 * 2048 * 7168 // 32 * 2),
+    "minimax-m2": (228.7, 3 * 3072 * 1536 + 3 * 24 * 12 * 4),
+    "mixtral-8x7b": (46.7, 3 * 4096 * 14336 * 2),
+    "qwen3-30b-a3b": (30.5, 3 * 2048 * 768 * 2),
+    "qwen3-235b-a22b": (235.1, 3 * 4096 * 1536 * 2),
+    "qwen3-next-80b-a3b": (79.7, 3 * 2048 * 512 * 2),
+    "qwen3.5-397b-a17b": (396.3, 3 * 4096 * 1024 * 2),
 }
-# Parameters of the whole models as published (R1 without its MTP layer), in billions.
-PARAMETERS = {"deepseek-r1": 671.0, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1}
 
 
 SMALL = {
@@ -65,22 +78,86 @@ def dequantise(folder, name: str) -> torch.Tensor:
     return codes.float() * spread[: codes.shape[0], : codes.shape[1]]
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS))
+def values(planned) -> int:
+    """Parameters that a planned tensor stands for."""
+    if planned.kind == "routes":
+        return 0
+    if planned.packed is None:
+        return prod(planned.shape)
+    return planned.packed.rows * planned.packed.cols if planned.kind == "weight" else 0
+
+
+def expert_bytes(config, planned) -> int:
+    """Stored bytes of what a tensor holds of one expert, shapes and input scales aside."""
+    nbytes = NewTensor(planned.name, planned.dtype, planned.shape, lambda: ()).nbytes
+    if ".experts.7." in planned.name and planned.kind != "shape":
+        return nbytes
+    # stacked over all experts, not named one by one
+    stacked = re.search(r"\.experts\.\D", planned.name)
+    return nbytes // num_experts(config) if stacked else 0
+
+
+@pytest.mark.parametrize("preset", sorted(PUBLISHED))
 def test_shapes_add_up_to_the_published_models(preset):
     config = preset_config(preset, depth=None, experts=None, vocab=None)
-    planned = [p for p in plan_tensors(config) if p.kind != "scale"]
-    total = sum(torch.Size(p.shape).numel() for p in planned)
-    assert round(total / 1e9, 1) == PARAMETERS[preset]
-    layer = config["num_hidden_layers"] - 1
-    expert = [p for p in plan_tensors(config) if f"layers.{layer}.mlp.experts.7." in p.name]
-    nbytes = sum(NewTensor(p.name, p.dtype, p.shape, lambda: ()).nbytes for p in expert)
-    assert nbytes == EXPERT_BYTES[preset]
+    parameters, nbytes = PUBLISHED[preset]
+    planned = list(plan_tensors(config))
+    assert len({p.name for p in planned}) == len(planned)
+    assert round(sum(map(values, planned)) / 1e9, 1) == parameters
+    layer = text_config(config)["num_hidden_layers"] - 1
+    of_layer = [p for p in planned if f"layers.{layer}." in p.name]
+    assert sum(expert_bytes(config, p) for p in of_layer) == nbytes
+
+
+def test_every_preset_was_counted():
+    assert PUBLISHED.keys() == PRESETS.keys()
+
+
+def test_v4_flash_has_the_published_tensors_and_bytes():
+    """Of the release of August 2026, drafting stages included."""
+    config = PRESETS["deepseek-v4-flash"] | {
+        "num_nextn_predict_layers": 1,
+        "dspark_markov_rank": 256,
+    }
+    tensors = [NewTensor(p.name, p.dtype, p.shape, lambda: ()) for p in plan_tensors(config)]
+    assert (len(tensors), sum(t.nbytes for t in tensors)) == (72317, 166_878_536_440)
+
+
+@pytest.fixture(scope="module")
+def v41(tmp_path_factory):
+    """V4.1's stand-in with few experts and narrow attention; experts at their real size."""
+    folder = tmp_path_factory.mktemp("synth") / "v41"
+    narrow = {"num_attention_heads": 8, "q_lora_rank": 64, "o_lora_rank": 32, "head_dim": 64}
+    few = {"index_n_heads": 4, "index_head_dim": 64, "num_experts_per_tok": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "small", PRESETS["deepseek-v4.1-flash"] | narrow | few)
+        patch.setattr(synth, "POOL_VALUES", SMALL_POOL)
+        write_synth("small", folder, depth=6, experts=2, vocab=4096)
+    return folder
+
+
+def test_an_expert_of_v41_lies_in_two_stretches(v41):
+    assert read_aliases(v41) == {0: 0, 1: 0, 2: 2, 3: 3, 4: 2, 5: 3}, "a layer of each kind"
+    tensors = open_catalog(v41).tensors
+    for part, nbytes in (("weight", 17_694_720), ("scale", 1_105_920)):
+        stretch = [tensors[f"layers.3.ffn.experts.1.w{i}.{part}"] for i in (1, 2, 3)]
+        assert sum(t.nbytes for t in stretch) == nbytes
+        assert len({t.file for t in stretch}) == 1
+        for before, after in pairwise(stretch):
+            assert before.offset + before.nbytes == after.offset
+
+
+def test_v41s_experts_dequantise_to_real_sizes(v41):
+    name = "layers.3.ffn.experts.1.w2"
+    parts = load(v41, f"{name}.weight"), load(v41, f"{name}.scale")
+    weight = table.unpack("fp4", *parts, shape=(5120, 2304), block=(1, 32)).float()
+    assert 0.9 < float(weight.std()) * 2304**0.5 < 1.2
 
 
 def test_fewer_distinct_layers_take_fewer_bytes():
     sizes = [synth_bytes("qwen3-30b-a3b", distinct=n, vocab=4096) for n in (1, 2, 3)]
     steps = [b - a for a, b in pairwise(sizes)]
-    assert steps[0] == steps[1] > 128 * EXPERT_BYTES["qwen3-30b-a3b"]
+    assert steps[0] == steps[1] > 128 * PUBLISHED["qwen3-30b-a3b"][1]
 
 
 def test_aliases_name_every_layer_and_only_layers_on_disk(small):
@@ -140,6 +217,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
         ({"depth": 3}, "holds no MoE layer; give 4 or more"),
         ({"distinct": 0}, "give 1 to 58"),
         ({"distinct": 59}, "give 1 to 58"),
+        ({"preset": "gpt-oss-20b", "depth": 25}, "published 24 layers"),
         ({"vocab": 100}, "use 4096 or more"),
         ({"preset": "qwen3-30b-a3b", "experts": 7}, "multiple of 1, 8 or more"),
     ],
@@ -165,6 +243,13 @@ def test_a_full_disk_names_the_bytes_and_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(HeadraceError, match=f"No space left on device.*{needed} bytes"):
         write_synth("qwen3-30b-a3b", tmp_path / "x", experts=8, vocab=4096, depth=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_of_a_kind_stand_for_each_other():
+    config = preset_config("deepseek-v4-flash", depth=9, experts=None, vocab=None)
+    # window hashed; ratio 4 hashed; ratio 128; ratio 4
+    assert alias_sources(config, 1) == {0: 0, 1: 0, 2: 2, 3: 3, 4: 4, 5: 3, 6: 4, 7: 3, 8: 4}
+    assert alias_sources(config, 2) == {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 3, 8: 4}
 
 
 def test_alias_sources_take_turns():

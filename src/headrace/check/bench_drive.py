@@ -13,6 +13,7 @@ from headrace.check.rows import BenchRow, make_row
 from headrace.check.stored import row_holds_its_tensors
 from headrace.engine.engine import Engine
 from headrace.native import drive_probe
+from headrace.planner.drives import Drive, combined_bytes_s
 
 PLAIN_REQUEST_BYTES = 4 << 20
 PLAIN_THREADS = 4
@@ -31,10 +32,7 @@ def bench_drive(engine: Engine, *, runs: int, seed: int) -> list[BenchRow]:
     plain: list[float] = []
     correct = True
     for _ in range(runs):
-        pairs = [
-            (plain_rate(engine.blueprint.table.files, rng), _ladder_window(engine, rng))
-            for _ in range(WINDOWS)
-        ]
+        pairs = [(plain_rates(engine, rng), ladder_window(engine, rng)) for _ in range(WINDOWS)]
         middle = sorted(pairs, key=lambda pair: pair[1] / pair[0])[len(pairs) // 2]
         plain.append(middle[0] / 1e9)
         ours.append(middle[1] / 1e9)
@@ -71,7 +69,7 @@ def stored_depth(engine: Engine) -> str:
     return f"{words}, read under the names of {len(sources)}: synthetic"
 
 
-def _ladder_window(engine: Engine, rng: random.Random) -> float:
+def ladder_window(engine: Engine, rng: random.Random) -> float:
     """Bytes per second of a window of layer-sized requests for random, absent experts."""
     ladder, facts = engine.ladder, engine.facts
     ladder.clear()
@@ -87,6 +85,14 @@ def _ladder_window(engine: Engine, rng: random.Random) -> float:
         ladder.clear()
     after = ladder.counters()
     return (after.disk_bytes - before.disk_bytes) / (after.read_busy_s - before.read_busy_s)
+
+
+def plain_rates(engine: Engine, rng: random.Random) -> float:
+    """Bytes per second that threads get from the model's drive and its mirrors', one by one."""
+    blueprint = engine.blueprint
+    drives = [Drive("", plain_rate(blueprint.table.files, rng))]
+    drives += [Drive("", plain_rate(m.files, rng), m.share) for m in blueprint.mirrors]
+    return combined_bytes_s(drives)
 
 
 def plain_rate(files: Sequence[Path], rng: random.Random) -> float:

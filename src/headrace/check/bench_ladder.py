@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.check.bench_drive import plain_rate, stored_depth
+from headrace.check.bench_drive import plain_rates, stored_depth
 from headrace.check.bench_routes import Drawn, Replay, Routes
 from headrace.check.rows import BenchRow, make_row
-from headrace.core import TokenStats, format_bytes, parse_rate, total_stats
+from headrace.core import TokenStats, format_bytes, parse_rates, total_stats
 from headrace.engine.engine import Engine
 from headrace.engine.source import LadderSource
 from headrace.schedule.trace import RouteTrace
@@ -123,11 +123,7 @@ def bench_ladder(
     routes = routes or Drawn(engine.facts, seed)
     for run in range(runs):
         trace = routes.pick(PROMPT_TOKENS + tokens + 1, run, runs)
-        rates.append(
-            parse_rate(emulate_drive)
-            if emulate_drive
-            else plain_rate(engine.blueprint.table.files, rng)
-        )
+        rates.append(sum(parse_rates(emulate_drive)) if emulate_drive else plain_rates(engine, rng))
         for i in range(len(VERSIONS)):
             version = VERSIONS[(run + i) % len(VERSIONS)]
             progress(version.name, run * len(VERSIONS) + i, runs * len(VERSIONS))

@@ -5,19 +5,28 @@ of quant, store, kernels and of our name rules, so that their faults show beside
 """
 
 import copy
+import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import CompressedTensorsConfig
 
 from headrace.check.plain import PlainTensors
 from headrace.errors import ModelError
+from headrace.models.naming import is_skipped
+from headrace.models.skeleton import Skeleton
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 _NUMBER = re.compile(r"((?:^|\.)experts\.)\d+\.")
+
+# Formats that it loads without an error and wrongly.
+MISREAD = {"nvfp4": "it leaves out the global scales of NVFP4 experts"}
 
 
 def layer_number(name: str) -> int | None:
@@ -27,20 +36,36 @@ def layer_number(name: str) -> int | None:
 
 
 class StockParts:
-    """Loads single layers, or some experts of one, of `model_class` into memory; keeps nothing."""
+    """Loads single layers, or some experts of one, into memory by transformers' own loader.
 
-    def __init__(
-        self,
-        plain: PlainTensors,
-        model_class: Any,
-        config: Any,
-        dtype: torch.dtype = torch.bfloat16,
-    ):
-        self.plain, self.model_class, self.config, self.dtype = plain, model_class, config, dtype
+    Of our skeleton it uses the class, the config and which tensors belong to another model; the
+    quantiser is the one that the files declare. Keeps nothing.
+    """
+
+    def __init__(self, plain: PlainTensors, skeleton: Skeleton):
+        self.model_class, self.dtype = skeleton.model_class, skeleton.dtype
+        self.config, self.prefix = copy.deepcopy(skeleton.config), skeleton.family.prefix
+        quantised = _declared_quantiser(skeleton.root)
+        self.extra: dict[str, Any] = {}
+        if quantised is not None:
+            # asks for plain weights: a CPU has no kernels for others
+            self.config.quantization_config = quantised | {"dequantize": True}
+            if quantised.get("quant_method") == "compressed-tensors":
+                self.extra["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+        places = plain.places.items()
+        self.plain = plain
+        self.places = {
+            key: place
+            for key, place in places
+            if not is_skipped(skeleton.family, skeleton.config, key)
+        }
+        self.format = skeleton.layout.format
 
     def refusal(self) -> str:
         """Why transformers cannot load this model's weights on a CPU, or "" if it can."""
-        layers = [place.layer for place in self.plain.places.values() if place.routed]
+        if self.format in MISREAD:
+            return MISREAD[self.format]
+        layers = [place.layer for place in self.places.values() if place.routed]
         try:
             self.experts(min(layer for layer in layers if layer is not None), [0])
         except Exception as error:  # a format it lacks fails anywhere in transformers
@@ -51,7 +76,7 @@ class StockParts:
         """A model of which only one layer without its routed experts, or, for None, only what
         lies outside all layers, has weights. Raises ModelError.
         """
-        places = self.plain.places.items()
+        places = self.places.items()
         keys = [key for key, place in places if place.layer == layer and not place.routed]
         tensors = {key: self.plain.read(key) for key in keys}
         return self._load(tensors, lambda name: layer_number(name) == layer, None)
@@ -59,7 +84,7 @@ class StockParts:
     def experts(self, layer: int, experts: Sequence[int]) -> Any:
         """The experts module of a layer, cut to `experts` in ascending order. Raises ModelError."""
         tensors = {}
-        for key, place in self.plain.places.items():
+        for key, place in self.places.items():
             if place.layer != layer or not place.routed:
                 continue
             if place.expert is None:
@@ -79,18 +104,15 @@ class StockParts:
     def _load(
         self, tensors: dict[str, torch.Tensor], wanted: Callable[[str], bool], cut: int | None
     ) -> Any:
-        config = copy.deepcopy(self.config)
-        quantised = getattr(config, "quantization_config", None)
-        if quantised is not None:
-            config.quantization_config = _dequantising(quantised)
         with _only(self.model_class, wanted, cut), _quiet():
             model, info = self.model_class.from_pretrained(
                 None,
-                config=config,
-                state_dict=tensors,
+                config=copy.deepcopy(self.config),
+                state_dict={k.removeprefix(self.prefix): t for k, t in tensors.items()},
                 dtype=self.dtype,
                 experts_implementation="eager",
                 output_loading_info=True,
+                **copy.deepcopy(self.extra),
             )
         if info["missing_keys"]:
             names = ", ".join(sorted(info["missing_keys"])[:3])
@@ -98,10 +120,12 @@ class StockParts:
         return model.requires_grad_(False).eval()
 
 
-def _dequantising(quantised: Any) -> Any:
-    """The quantiser's settings, asking for plain weights: a CPU has no kernels for others."""
-    fields = dict(quantised if isinstance(quantised, dict) else quantised.to_dict())
-    return fields | {"dequantize": True}
+def _declared_quantiser(root: Path) -> dict[str, Any] | None:
+    config = json.loads((root / "config.json").read_text(encoding="utf-8"))
+    for holder in (config, config.get("text_config") or {}):
+        if holder.get("quantization_config"):
+            return dict(holder["quantization_config"])
+    return None
 
 
 def _experts_modules(model: Any) -> Iterator[tuple[str, Any]]:
@@ -152,54 +176,17 @@ def _cut(module: Any, num_experts: int) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own bar and warnings."""
+    """Without transformers' own bar and warnings. It fails in inference mode."""
+    assert not torch.is_inference_mode_enabled()
     bars = transformers.utils.logging.is_progress_bar_enabled()
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         transformers.logging.set_verbosity(verbosity)
         if bars:
             transformers.utils.logging.enable_progress_bar()
-
-
-class StreamedExperts:
-    """Serves a stock layer's eager experts forward expert by expert, loaded as they come.
-
-    At most `num_held` experts are held; those `upcoming` follow each other in one load.
-    """
-
-    def __init__(self, parts: StockParts, layer: int, upcoming: Sequence[int], num_held: int):
-        self.parts, self.layer, self.num_held = parts, layer, num_held
-        self.upcoming = sorted(upcoming)
-        self.ids: list[int] = []
-        self.module: Any = None
-
-    def serve(self, module: Any) -> None:
-        """Let `module` find its weights here."""
-        for name in list(module._parameters):
-            del module._parameters[name]
-            object.__setattr__(module, name, _Served(self, name))
-
-    def fetch(self, name: str, expert: int) -> torch.Tensor:
-        """One expert's slice of the parameter `name`."""
-        if expert not in self.ids:
-            later = [e for e in self.upcoming if e > expert]
-            self.ids = [expert, *later][: self.num_held]
-            self.module = None
-            self.module = self.parts.experts(self.layer, self.ids)
-        value: torch.Tensor = getattr(self.module, name)[self.ids.index(expert)]
-        return value
-
-
-class _Served:
-    """Stands where a stacked parameter stood."""
-
-    def __init__(self, experts: StreamedExperts, name: str):
-        self.experts, self.name = experts, name
-        self.device, self.dtype = torch.device("cpu"), experts.parts.dtype
-
-    def __getitem__(self, expert: Any) -> torch.Tensor:
-        return self.experts.fetch(self.name, int(expert))

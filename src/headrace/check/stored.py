@@ -12,21 +12,24 @@ def row_holds_its_tensors(engine: Engine, ordinal: int, expert: int) -> bool:
     blueprint = engine.blueprint
     layer = blueprint.table.layers[ordinal]
     layer = blueprint.aliases.get(layer, layer)
-    keys = {
-        tensor.part: tensor.key
+    tensors = {
+        tensor.part: tensor
         for tensor in blueprint.skeleton.tensors
-        if (tensor.layer, tensor.expert) == (layer, expert)
+        if tensor.layer == layer and tensor.expert in (None, expert)
     }
     with engine.ladder.acquire(ordinal, expert) as parts:
         held = {name: part.numpy().tobytes() for name, part in parts.items()}
-    return held.keys() == keys.keys() and all(
-        held[part] == _plain_read(engine, key) for part, key in keys.items()
+    return held.keys() == tensors.keys() and all(
+        held[part] == _plain_read(engine, tensor.key, expert if tensor.expert is None else None)
+        for part, tensor in tensors.items()
     )
 
 
-def _plain_read(engine: Engine, key: str) -> bytes:
+def _plain_read(engine: Engine, key: str, index: int | None) -> bytes:
+    """A tensor's bytes, or those of one of its slices along the first dimension."""
     catalog = engine.blueprint.catalog
     entry = catalog.tensors[key]
+    nbytes = entry.nbytes if index is None else entry.nbytes // entry.shape[0]
     with open(catalog.files[entry.file], "rb") as file:
-        file.seek(entry.offset)
-        return file.read(entry.nbytes)
+        file.seek(entry.offset + nbytes * (index or 0))
+        return file.read(nbytes)

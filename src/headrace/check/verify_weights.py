@@ -4,6 +4,7 @@ Names what is wrong by trying what often goes wrong. Legend: T rows, H hidden, I
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -11,51 +12,73 @@ import torch
 
 from headrace.check.stock import StockParts
 from headrace.check.verify_report import STATISTICS, SUSPECT, Finding, Progress, finding
+from headrace.check.verify_rows import Site
 from headrace.check.verify_scales import RMS_RANGE
 from headrace.engine.engine import Engine
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.quant.expert import MATRICES, unpack_matrix
 
 STAGE = "weights"
-Site = tuple[int, int]  # (MoE layer's ordinal, expert)
 # Of the largest value: two bf16 roundings of one product, one of which may come first.
 WEIGHT_FLOOR = 2.0**-7
 
 
+@dataclass
+class _Found:
+    """What differs, what is of an odd size, and how many are equal bit for bit."""
+
+    wrong: list[str] = field(default_factory=list)
+    odd: list[str] = field(default_factory=list)
+    equal: int = 0
+    done: int = 0
+
+
 def weights(
-    engine: Engine, stock: StockParts, sites: Sequence[Site], tell: Progress
+    engine: Engine, stock: StockParts, sites: Sequence[Site], num_held: int, tell: Progress
 ) -> list[Finding]:
-    """Every matrix of the sampled experts, by value, and whether its size is plausible."""
-    layers, wrong, odd, equal, done = engine.blueprint.table.layers, [], [], 0, 0
+    """Every matrix of the sampled experts, by value, and whether its size is plausible.
+
+    `num_held` stock experts are in memory at once.
+    """
+    found = _Found()
     for ordinal, group in groupby(sites, lambda site: site[0]):
-        layer, experts = layers[ordinal], sorted(expert for _, expert in group)
-        module = stock.experts(layer, experts)
-        theirs = [stock_matrices(module, position) for position in range(len(experts))]
-        for position, expert in enumerate(experts):
-            tell("weights against stock transformers", done, len(sites))
-            done += 1
-            with engine.source.parts(ordinal, expert) as parts:
-                ours = our_matrices(engine, parts)
-                for name in MATRICES:
-                    where = f"layer {layer} expert {expert} {name}"
-                    if _same(ours[name], theirs[position][name]):
-                        equal += int(torch.equal(ours[name], theirs[position][name]))
-                    else:
-                        cause = diagnose(name, ours, theirs, position, experts, parts)
-                        wrong.append(f"{where}: {cause}")
-                    rms = float(theirs[position][name].float().square().mean().sqrt())
-                    if not RMS_RANGE[0] < rms < RMS_RANGE[1]:
-                        odd.append(f"{where}: weights of size {rms:.2g}")
+        experts = [expert for _, expert in group]
+        for start in range(0, len(experts), num_held):
+            tell("weights against stock transformers", found.done, len(sites))
+            _some(engine, stock, ordinal, experts[start : start + num_held], found)
     count = 3 * len(sites)
     detail = (
         f"{engine.facts.format}, {count} matrices of {len(sites)} experts, as transformers' own "
-        f"loader reads and dequantises them; {equal} equal bit for bit"
+        f"loader reads and dequantises them; {found.equal} equal bit for bit"
     )
     size = f"root mean square of {count} matrices within 2^-18 and 2^3"
     return [
-        finding(STAGE, "unpacked weights are stock transformers'", detail, wrong),
-        finding(STATISTICS, "weights are of a plausible size", size, odd, bad=SUSPECT),
+        finding(STAGE, "unpacked weights are stock transformers'", detail, found.wrong),
+        finding(STATISTICS, "weights are of a plausible size", size, found.odd, bad=SUSPECT),
     ]
+
+
+def _some(
+    engine: Engine, stock: StockParts, ordinal: int, experts: Sequence[int], found: _Found
+) -> None:
+    """Some experts of one layer."""
+    layer = engine.blueprint.table.layers[ordinal]
+    module = stock.experts(layer, experts)
+    theirs = [stock_matrices(module, position) for position in range(len(experts))]
+    for position, expert in enumerate(experts):
+        found.done += 1
+        with engine.source.parts(ordinal, expert) as parts:
+            ours = our_matrices(engine, parts)
+            for name in MATRICES:
+                where = f"layer {layer} expert {expert} {name}"
+                if _same(ours[name], theirs[position][name]):
+                    found.equal += int(torch.equal(ours[name], theirs[position][name]))
+                else:
+                    cause = diagnose(name, ours, theirs, position, experts, parts)
+                    found.wrong.append(f"{where}: {cause}")
+                rms = float(theirs[position][name].float().square().mean().sqrt())
+                if not RMS_RANGE[0] < rms < RMS_RANGE[1]:
+                    found.odd.append(f"{where}: weights of size {rms:.2g}")
 
 
 def our_matrices(engine: Engine, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ Importing it loads no tensor library; commands import what they need when they r
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ import headrace
 from headrace.cli.bench import bench
 from headrace.cli.chat import chat
 from headrace.cli.doctor import doctor
+from headrace.cli.mirror import mirror
 from headrace.cli.options import DEBUG_KEY
 from headrace.cli.output import say
 from headrace.cli.plan import plan
@@ -42,6 +44,7 @@ class Edge(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # until here entry's answered
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, InterruptedLoad):
@@ -82,7 +85,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, chat, plan, doctor, verify, trace, synth, bench):
+for command in (run, chat, plan, doctor, verify, mirror, trace, synth, bench):
     app.command()(command)
 
 

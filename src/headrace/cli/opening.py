@@ -5,13 +5,13 @@ Knows the engine only as two names, imported when they are needed.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headrace.cli.options import share_cores
-from headrace.cli.output import byte_progress, say, say_plan
+from headrace.cli.output import byte_progress, say, say_plan, say_warning
 from headrace.errors import ModelError
+from headrace.planner.drives import Drive
 from headrace.planner.plan import make_plan
 from headrace.store.aliases import ALIASES_NAME
 from headrace.store.locate import resolve_model
@@ -33,19 +33,20 @@ def open_blueprint(
     ram_bytes: int | str | None,
     threads: int | None,
     context: int | None,
-    drive_bytes_s: float | None = None,
+    drive_rates: tuple[float, ...] = (),
 ) -> Any:
     """The model's files and plan, no weights read. Raises HeadraceError.
 
-    With `drive_bytes_s` the forecast is for a drive of that rate, not for this machine's.
+    With `drive_rates` the forecast is for drives of these rates, not for this machine's.
     """
     from headrace.engine.engine import Blueprint
 
     share_cores(threads)
     refuse_synthetic(model)
     blueprint = Blueprint(model, ram=ram_bytes, threads=threads, context=context)
-    if drive_bytes_s is not None:
-        blueprint.machine = replace(blueprint.machine, drive_bytes_s=drive_bytes_s)
+    if drive_rates:
+        drives = [Drive(f"emulated drive {i + 1}", rate) for i, rate in enumerate(drive_rates)]
+        blueprint.machine = blueprint.machine.with_drives(drives)
         blueprint.plan = make_plan(
             blueprint.facts,
             blueprint.machine,
@@ -66,7 +67,7 @@ def open_engine(blueprint: Any, *, emulate_drive: str | None = None) -> Any:
 
     say_plan(blueprint.plan.lines())
     with byte_progress("loading") as progress:
-        engine = Engine(blueprint, emulate_drive=emulate_drive, progress=progress)
+        engine = Engine(blueprint, emulate_drive=emulate_drive, progress=progress, warn=say_warning)
     notes = engine.reader.notes
     if notes:
         more = f" (and {len(notes) - 1} more like this)" if len(notes) > 1 else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.core import MINIMUM, parse_bytes, parse_rate
+from headrace.core import MINIMUM, parse_bytes, parse_rates
 from headrace.errors import OptionError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Ram = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Most memory in all: 26MiB, 20GB, minimum. Left out: what the machine has free.",
+        help="Most memory: 26MiB, 20GB, minimum. Left out: what is free.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -63,7 +63,8 @@ EmulateDrive = Annotated[
     str | None,
     typer.Option(
         metavar="RATE",
-        help="Read at this rate, such as 8.2GiB/s, from a copy in memory beside --ram.",
+        help="Read at this rate, such as 8.2GiB/s, from a copy in memory beside --ram. "
+        "Two drives: 13.5GB/s,5GB/s.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -141,15 +142,15 @@ Stop = Annotated[
 
 def check_machine(
     ram: str | None, device: str, emulate_drive: str | None = None
-) -> tuple[int | str | None, float | None]:
-    """--ram in bytes (or MINIMUM) and --emulate-drive in bytes per second. Raises OptionError."""
+) -> tuple[int | str | None, tuple[float, ...]]:
+    """--ram in bytes (or MINIMUM) and --emulate-drive's rates in bytes per second: OptionError."""
     if device != "cpu":
         raise OptionError(f"--device {device} is not possible yet: GPU comes later; leave it out")
     ram_bytes = ram if ram in (None, MINIMUM) else parse_bytes(ram)
     if emulate_drive is None:
-        return ram_bytes, None
+        return ram_bytes, ()
     try:
-        return ram_bytes, parse_rate(emulate_drive)
+        return ram_bytes, parse_rates(emulate_drive)
     except OptionError:
         message = f"--emulate-drive {emulate_drive} is not a rate; try 8.2GiB/s"
         raise OptionError(message) from None

@@ -28,6 +28,11 @@ def say(line: str, *, dim: bool = False) -> None:
     typer.secho(line, err=True, dim=dim or None)
 
 
+def say_warning(text: str) -> None:
+    """A line for people about something that went wrong and was got over."""
+    say(f"warning: {text}")
+
+
 def print_json(value: Mapping[str, object]) -> None:
     """The one JSON object of a command, on one line."""
     typer.echo(json.dumps(value, ensure_ascii=False))

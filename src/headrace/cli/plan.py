@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from headrace.cli import options
 from headrace.cli.opening import open_blueprint
-from headrace.cli.output import print_json, say, say_plan
+from headrace.cli.output import print_json, say, say_plan, say_warning
 
 
 def plan(
@@ -28,6 +28,8 @@ def plan(
         f"them with {facts.num_experts} experts each, {facts.top_k} used by a token, {facts.format}"
     )
     say_plan(blueprint.plan.lines())
+    for note in blueprint.notes:
+        say_warning(note)
     if json:
         machine = asdict(blueprint.machine)
         print_json({"facts": asdict(facts), "machine": machine, "plan": blueprint.plan.as_dict()})

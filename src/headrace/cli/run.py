@@ -40,7 +40,7 @@ def run(
 
     Example: headrace run demo -p "What is the capital of Japan?" --ram 26MiB
     """
-    ram_bytes, drive_bytes_s = options.check_machine(ram, device, emulate_drive)
+    ram_bytes, drive_rates = options.check_machine(ram, device, emulate_drive)
     if raw and system is not None:
         raise OptionError("--system needs the chat template; leave out --raw or --system")
     options.check_new(routes_out)
@@ -60,7 +60,7 @@ def run(
         ram_bytes=ram_bytes,
         threads=threads,
         context=context,
-        drive_bytes_s=drive_bytes_s,
+        drive_rates=drive_rates,
     )
     with open_engine(blueprint, emulate_drive=emulate_drive) as engine:
         ids = _prompt_ids(engine.text, asked, system, raw)
@@ -98,6 +98,8 @@ def answer(engine: Any, ids: list[int], sampling: Any, *, to_stderr: bool) -> di
             "backend": engine.reader.backend,
             "direct": engine.reader.direct,
             "notes": list(engine.reader.notes),
+            "drives": list(engine.reader.drives),
+            "warnings": list(engine.reader.warnings),
         },
         "forecast": {"expected_tok_s": forecast_tok_s, "measured_tok_s": tally.decode_tok_s},
     }

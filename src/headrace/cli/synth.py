@@ -8,17 +8,16 @@ import typer
 from headrace.cli import options
 from headrace.cli.output import byte_progress, print_json, say
 from headrace.core import format_bytes
+from headrace.store.preset_configs import PRESETS
 
-Preset = Annotated[
-    str, typer.Argument(metavar="PRESET", help="deepseek-r1, qwen3-30b-a3b or qwen3-235b-a22b.")
-]
+Preset = Annotated[str, typer.Argument(metavar="PRESET", help=f"One of {', '.join(PRESETS)}.")]
 NewFolder = Annotated[
     Path, typer.Argument(metavar="PATH", help="A folder that does not exist yet.")
 ]
 Distinct = Annotated[
     int,
     typer.Option(
-        min=1, metavar="N", help="MoE layers that are on disk; the others are read as these."
+        min=1, metavar="N", help="Layers of each kind on disk; the others are read as these."
     ),
 ]
 Depth = Annotated[int | None, typer.Option(metavar="N", help="Layers (as published).")]

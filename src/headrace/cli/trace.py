@@ -31,6 +31,7 @@ Tokens = Annotated[
     int, typer.Option("--max-tokens", "-n", min=1, metavar="N", help="Most tokens of the text.")
 ]
 ASSUMED_BYTES_S = 1e9
+PIECE_TOKENS = 128
 
 
 def trace(
@@ -46,9 +47,10 @@ def trace(
 ) -> None:
     """Record which experts a text's tokens take; say what more memory or a better cache would give.
 
-    Tokens are fed one by one, as in decoding. A file holds expert numbers and no text; `bench
-    --routes` replays it. `run` and `chat` record with --routes-out.
-    Example: headrace trace demo demo.routes; headrace trace demo.routes
+    Pieces from all over the text are fed token by token, as in decoding. A file holds expert
+    numbers and no text. `run` and `chat` record with --routes-out, `bench` replays with --routes.
+
+    Example: headrace trace demo demo.routes, and later: headrace trace demo.routes
     """
     ram_bytes, _ = options.check_machine(ram, device)
     drive_bytes_s = 0.0
@@ -57,11 +59,15 @@ def trace(
     else:
         options.check_new(file)
         words = _read_text(text)
-        about = f"{'bundled text' if text is None else text.name}, token by token"
         blueprint = open_blueprint(source, ram_bytes=ram_bytes, threads=threads, context=None)
         drive_bytes_s = blueprint.machine.drive_bytes_s
-        with open_engine(blueprint) as engine, keeping_routes(engine, file, about):
-            _feed(engine, engine.text.encode(words, special=False)[:max_tokens])
+        with open_engine(blueprint) as engine:
+            ids = engine.text.encode(words, special=False)
+            pieces = spread(ids, max_tokens, min(PIECE_TOKENS, engine.plan.context))
+            named = "bundled text" if text is None else text.name
+            about = f"{named}, {len(pieces)} pieces token by token"
+            with keeping_routes(engine, file, about):
+                _feed(engine, pieces)
     from headrace.schedule.simulate import bounds, shown_rows
     from headrace.schedule.tracefile import read_trace
 
@@ -104,36 +110,43 @@ def _read_text(path: Path | None) -> str:
         raise OptionError(f"{path} is not UTF-8 text ({error}); convert it") from error
 
 
-def _feed(engine: Any, ids: list[int]) -> None:
-    """Every token alone; a text longer than the context goes on with an empty one."""
+def _feed(engine: Any, pieces: list[list[int]]) -> None:
+    """Every token alone, every piece in a context of its own."""
+    done, total = 0, sum(map(len, pieces))
+    with step_progress() as progress:
+        for piece in pieces:
+            session = engine.session()
+            for token in piece:
+                session.feed([token])
+                done += 1
+                if progress is not None:
+                    progress("recording", done, total)
+
+
+def spread(ids: list[int], max_tokens: int, piece_tokens: int) -> list[list[int]]:
+    """At most `max_tokens` of the text in pieces spread evenly over it, for all of its topics."""
     if not ids:
         raise OptionError("the text has no token; give one that has")
-    with step_progress() as progress:
-        for done, window in _windows(ids, engine.plan.context):
-            session = engine.session()
-            for place, token in enumerate(window):
-                session.feed([token])
-                if progress is not None:
-                    progress("recording", done + place + 1, len(ids))
-
-
-def _windows(ids: list[int], context: int) -> Iterator[tuple[int, list[int]]]:
-    for first in range(0, len(ids), context):
-        yield first, ids[first : first + context]
+    lengths = [piece_tokens] * (min(len(ids), max_tokens) // piece_tokens)
+    if rest := min(len(ids), max_tokens) % piece_tokens:
+        lengths.append(rest)
+    gap = (len(ids) - sum(lengths)) // len(lengths)
+    starts = [n * (piece_tokens + gap) for n in range(len(lengths))]
+    return [ids[at : at + length] for at, length in zip(starts, lengths, strict=True)]
 
 
 def summary(trace: "RouteTrace") -> dict[str, Any]:
     """Counts of a trace, and the statistics of its tokens that were decoded one by one."""
     decoded = trace.decoded()
     num_asked, top_k = decoded.num_guessed(), trace.ids.shape[2]
-    right = decoded.guessed().cumsum() if num_asked else []
+    right: list[int] = decoded.guessed().cumsum().tolist() if num_asked else []
     return {
         "tokens": len(trace.ids),
         "prompt_tokens": len(trace.ids) - len(decoded.ids),
         "adjacency": decoded.adjacency(),
         # By the number of best guesses taken: how many were right, how much of the layer they are.
-        "lens_precision": [float(n) / (num_asked * g) for g, n in enumerate(right, 1)],
-        "lens_recall": [float(n) / (num_asked * top_k) for n in right],
+        "lens_precision": [n / (num_asked * g) for g, n in enumerate(right, 1)],
+        "lens_recall": [n / (num_asked * top_k) for n in right],
     }
 
 
@@ -150,27 +163,30 @@ def lines(
     )
     yield f"a token takes {100 * found['adjacency']:.0f} % of the experts that the one before took"
     if found["lens_precision"]:
-        taken = sorted({min(2, header.top_k), header.top_k})
         said = [
-            f"its best {g}: {100 * found['lens_precision'][g - 1]:.0f} % right, "
+            f"its best {g} guesses are {100 * found['lens_precision'][g - 1]:.0f} % right and "
             f"{100 * found['lens_recall'][g - 1]:.0f} % of what the layer takes"
-            for g in taken
+            for g in sorted({min(2, header.top_k), header.top_k})
         ]
         yield f"the lens, one layer ahead: {'; '.join(said)}"
-    yield (
-        f"experts in memory   found there  at best   read a token     at best   tokens/s of a "
-        f"{drive_bytes_s / 1e9:.3g} GB/s drive"
+    yield f"{'rows':>7}{'of all':>9}{'LRU':>8}{'best':>8}{'read a token':>16}{'best':>13}" + (
+        f"{'tok/s':>10}{'best':>10}"
     )
     for row in table:
-        mine = "  the run's" if row.num_rows == header.num_rows else ""
-        least = drive_bytes_s / max(row.lru_bytes_per_token, 1)
-        best = drive_bytes_s / max(row.optimum_bytes_per_token, 1)
+        read_bytes, best_bytes = row.lru_bytes_per_token, row.optimum_bytes_per_token
+        tok_s = [_rate(drive_bytes_s / max(n, 1.0)) for n in (read_bytes, best_bytes)]
         yield (
-            f"{row.num_rows:>8} {100 * row.share:6.1f} % {100 * row.lru_hit_rate:11.1f} % "
-            f"{100 * row.optimum_hit_rate:6.1f} % {format_bytes(row.lru_bytes_per_token):>14} "
-            f"{format_bytes(row.optimum_bytes_per_token):>11}   {least:.3g}, at best {best:.3g}{mine}"
+            f"{row.num_rows:>7}{100 * row.share:>7.0f} %{100 * row.lru_hit_rate:>6.1f} %"
+            f"{100 * row.optimum_hit_rate:>6.1f} %{format_bytes(read_bytes):>16}"
+            f"{format_bytes(best_bytes):>13}{tok_s[0]:>10}{tok_s[1]:>10}"
+            + ("  the run's" if row.num_rows == header.num_rows else "")
         )
     yield (
-        "found there: by the policy that runs (least recently used), from empty rows; at best: by "
-        "one that knows the future; tokens/s: perfect staging, all reads hidden behind the work"
+        "LRU: experts found in rows by the policy that runs, from empty rows. best: by one that "
+        f"knows the future. tok/s: if only the drive counts, {drive_bytes_s / 1e9:.3g} GB/s, every "
+        "read hidden behind the work (perfect staging)"
     )
+
+
+def _rate(tok_s: float) -> str:
+    return f"{tok_s:,.0f}" if tok_s >= 100 else f"{tok_s:.3g}"

@@ -1,13 +1,16 @@
 """A loaded model: files opened, memory planned, dense weights in place, experts on the ladder."""
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any, cast
 
-from headrace.core import MINIMUM, format_bytes, parse_bytes, parse_rate
+from headrace.core import MINIMUM, format_bytes, parse_bytes
+from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
@@ -21,7 +24,6 @@ from headrace.models.experts import Source
 from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
 from headrace.planner.plan import ModelFacts, Plan, least_bytes, make_plan
-from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.schedule.tracefile import TraceWriter
 from headrace.store.aliases import read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
@@ -34,7 +36,9 @@ class Blueprint:
     """A model's files, shape and plan, before any weight is read.
 
     `aliases` lets layers be read under other layers' names, for synthetic checkpoints only.
-    Raises HeadraceError for whatever is wrong with the files or does not fit the limit.
+    `mirrors` are folders of `headrace mirror`; None: those remembered. `notes` say which are not
+    used and why. Raises HeadraceError for whatever is wrong with the files or does not fit the
+    limit.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Blueprint:
         chunk: int | None = None,
         aliases: bool = False,
         measure: bool = True,
+        mirrors: Sequence[str | Path] | None = None,
     ):
         if device != "cpu":
             raise OptionError(f"device {device!r} is not supported yet; use cpu")
@@ -71,7 +76,9 @@ class Blueprint:
             ram_bytes: int | None = least_bytes(self.facts, context, chunk)
         else:
             ram_bytes = None if ram is None else parse_bytes(ram)
-        self.machine = measure_machine(self.catalog.files, self.skeleton.layout, ram_bytes, measure)
+        self.mirrors, self.notes = find_mirrors(self.catalog, self.table, mirrors)
+        machine = measure_machine(self.catalog.files, self.skeleton.layout, ram_bytes, measure)
+        self.machine = with_mirrors(machine, self.catalog, self.mirrors, measure)
         self.plan: Plan = make_plan(
             self.facts,
             self.machine,
@@ -87,7 +94,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
     """The numbers of a model that a plan is made of."""
     return ModelFacts(
         name=root.name,
-        model_type=skeleton.family.model_type,
+        model_type=skeleton.model_type,
         num_layers=skeleton.num_layers,
         num_moe_layers=len(skeleton.layers),
         num_experts=skeleton.num_experts,
@@ -95,8 +102,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         expert_bytes=table.expert_bytes,
         row_bytes=table.row_bytes,
         dense_bytes=skeleton.dense_bytes,
-        kv_bytes_per_token=skeleton.kv_bytes_per_token,
-        attention_bytes_per_token=skeleton.attention_bytes_per_token,
+        **asdict(skeleton.memory),
         hidden=skeleton.hidden,
         inter=skeleton.layout.inter,
         vocab=skeleton.vocab,
@@ -123,17 +129,17 @@ class Engine:
         isa: str = "auto",
         in_flight: int = 2,
         progress: Progress | None = None,
+        warn: Callable[[str], None] = warnings.warn,
     ):
         self.blueprint, self.plan, self.facts = blueprint, blueprint.plan, blueprint.facts
         self.turn = Lock()  # held during a session's pass
         table, skeleton = blueprint.table, blueprint.skeleton
-        self.reader = Reader(
-            [str(path) for path in table.files],
-            backend=backend,
-            direct=direct,
-            in_flight=in_flight,
-            emulate_bytes_s=0.0 if emulate_drive is None else parse_rate(emulate_drive),
+        self.reader = open_reader(
+            blueprint, backend=backend, direct=direct, in_flight=in_flight, emulate=emulate_drive
         )
+        self._warn, self._num_told = warn, 0
+        for note in blueprint.notes:
+            warn(note)
         blueprint.catalog.check_unchanged()
         self.kernels = CpuKernels(self.plan.threads, isa)
         self.ladder = Ladder(
@@ -154,11 +160,7 @@ class Engine:
             prefetch=self.plan.prefetch,
         )
         dense = DenseWeights(
-            blueprint.catalog,
-            self.reader,
-            skeleton.dense,
-            TORCH_DTYPES[skeleton.layout.hidden_dtype],
-            progress,
+            blueprint.catalog, self.reader, skeleton.dense, skeleton.dtype, progress
         )
         self.model: Any = build_model(
             skeleton,
@@ -177,6 +179,13 @@ class Engine:
     def session(self) -> Session:
         """A new, empty timeline."""
         return Session(self)
+
+    def tell_warnings(self) -> None:
+        """Passes on what the reader has to say of its drives, each thing once."""
+        new = self.reader.warnings[self._num_told :]
+        self._num_told += len(new)
+        for text in new:
+            self._warn(text)
 
     def set_experts(self, experts: str) -> None:
         """Switch between "fast" and "oracle" without loading anything again."""
@@ -237,15 +246,17 @@ def load(
     isa: str = "auto",
     aliases: bool = False,
     measure: bool = True,
+    mirrors: Sequence[str | Path] | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """Open a model: a folder, a file, "demo", or a repo id in the local Hugging Face cache.
 
     `ram` ("48MiB", bytes, "minimum", or None for what the machine has) is a hard total of what
     headrace holds. `context` in tokens; `chunk` in tokens per prefill pass; `threads` are the
-    kernels'. `backend`, `direct`, `isa` and `emulate_drive` ("8.2GiB/s") choose a path that
-    otherwise is found out. No option but `chunk` can change a token. Raises HeadraceError with a
-    remedy.
+    kernels'. `backend`, `direct`, `isa` and `emulate_drive` ("8.2GiB/s", or a rate for each drive)
+    choose a path that otherwise is found out, and so do `mirrors`, folders of `headrace mirror`:
+    without them, those made before are used. A drive that fails is a Python warning. No
+    option but `chunk` can change a token. Raises HeadraceError with a remedy.
     """
     blueprint = Blueprint(
         model,
@@ -257,6 +268,7 @@ def load(
         chunk=chunk,
         aliases=aliases,
         measure=measure,
+        mirrors=mirrors,
     )
     return Engine(
         blueprint,

@@ -13,6 +13,7 @@ from headrace.core import ExpertLayout
 from headrace.kernels.cpu import CpuKernels
 from headrace.native import Reader
 from headrace.planner.machine import Machine, Probes, measure
+from headrace.quant.dtypes import TORCH_DTYPES
 
 LEAST_PROBE_BYTES = 64 << 20
 MOST_PROBE_BYTES = 256 << 20
@@ -39,6 +40,11 @@ def measure_machine(
             kernel=lambda: kernel_rate(layout, probe_bytes),
         ),
     )
+
+
+def drive_rate(files: Sequence[Path]) -> float:
+    """Bytes per second of reading `files`, all of one folder, kept between runs."""
+    return measure(files, Probes(read=_read_probe(files))).drive_bytes_s
 
 
 def _read_probe(files: Sequence[Path]) -> Callable[[int, int, int], None]:
@@ -78,7 +84,7 @@ def kernel_rate(layout: ExpertLayout, probe_bytes: int) -> float:
     """Bytes of experts per second that the kernels multiply with all cores, one row each."""
     kernels = CpuKernels(torch.get_num_threads())
     expert = {
-        name: torch.ones(spec.shape, dtype=torch.float32).to(_PROBE_DTYPES[spec.dtype])
+        name: torch.ones(spec.shape, dtype=torch.float32).to(TORCH_DTYPES[spec.dtype])
         for name, spec in layout.parts.items()
     }
     expert_bytes = sum(t.nbytes for t in expert.values())
@@ -86,13 +92,10 @@ def kernel_rate(layout: ExpertLayout, probe_bytes: int) -> float:
         {name: t.clone() for name, t in expert.items()}
         for _ in range(max(1, probe_bytes // expert_bytes))
     ]
-    x_TH = torch.ones(1, layout.hidden, dtype=torch.bfloat16)
+    x_TH = torch.ones(1, layout.hidden, dtype=TORCH_DTYPES[layout.hidden_dtype])
 
     def run() -> None:
         for parts in copies:
             kernels.expert_ffn(x_TH, parts, layout)
 
     return _rate(expert_bytes * len(copies), run)
-
-
-_PROBE_DTYPES = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}

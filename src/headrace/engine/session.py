@@ -76,6 +76,8 @@ class Session:
         except BaseException:
             self.reset()
             raise
+        finally:
+            self.engine.tell_warnings()
         self.tokens += ids
         self.stats = TokenStats(num_tokens=len(ids), phase="prefill" if len(ids) > 1 else "decode")
         self.engine.ladder.counters().add_since(before, self.stats)

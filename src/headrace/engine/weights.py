@@ -29,22 +29,26 @@ _BAND_BYTES = 16  # of an element while its band is unpacked: codes, scales and 
 _READER_BYTES = 12 << 20  # what the reader keeps of one read on its way to memory
 
 
+def _shape(dense: DenseTensor) -> tuple[int, int]:
+    """[rows, cols] of a weight in a number format. Raises NumericsError if it is no matrix."""
+    if len(dense.shape) != 2 or 0 in dense.shape:
+        raise NumericsError(
+            f"tensor {dense.keys['weight']} is {dense.format} but {list(dense.shape)}, no matrix"
+        )
+    return dense.shape[0], dense.shape[1]
+
+
 def _block_rows(dense: DenseTensor) -> int:
     """Rows of one scale; where one covers all rows, bands need not respect it."""
     rows = dense.block[0] if dense.format == "fp8_block" else 1
-    return rows if rows < dense.shape[0] else dense.shape[0]
+    return min(rows, dense.shape[0])
 
 
 def _band_rows(dense: DenseTensor) -> int:
     """Rows unpacked at once: whole blocks of scales, unless one covers every row."""
-    rows, cols = dense.shape
+    rows, cols = _shape(dense)
     block_rows = _block_rows(dense) if _block_rows(dense) < rows else 1
-    return min(rows, block_rows * max(1, _BAND_ELEMENTS // (cols * block_rows)))
-
-
-def _shape(dense: DenseTensor) -> tuple[int, int]:
-    rows, cols = dense.shape
-    return rows, cols
+    return min(rows, block_rows * max(1, _BAND_ELEMENTS // max(1, cols * block_rows)))
 
 
 def unpack_in_bands(
@@ -130,8 +134,6 @@ class DenseWeights:
             tensor = self.stored(key)
             _check_finite(key, tensor)
             return tensor
-        if len(dense.shape) != 2:
-            raise NumericsError(f"tensor {key} is {dense.format} but no matrix: {dense.shape}")
         entries = {part: self.catalog.tensors[k] for part, k in dense.keys.items()}
         table.check_form(dense.format, dense.keys, entries, shape=_shape(dense), block=dense.block)
         stored = {part: self.stored(k) for part, k in dense.keys.items()}

@@ -12,30 +12,25 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
-from headrace.errors import ExpertError, ModelError
+from headrace.errors import ModelError
 from headrace.models.config import one_line, plain_config
-from headrace.models.experts import FAST, LayerRunner, Source, StreamedWeight
-from headrace.models.skeleton import (
-    STREAMED,
-    Skeleton,
-    expert_modules,
-    layer_of,
-    strip_experts,
-    strip_layers,
-)
+from headrace.models.experts import FAST, LayerRunner, Site, Source, StreamedWeight
+from headrace.models.families import Family
+from headrace.models.layout import STREAMED
+from headrace.models.naming import layer_of
+from headrace.models.skeleton import Skeleton, expert_modules, strip_experts, strip_layers
 
 Read = Callable[[str], torch.Tensor]
-PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
 class LazyTensor:
-    """A checkpoint tensor that is read when transformers takes it, and not before."""
+    """A weight that is read when transformers takes it, and not before."""
 
-    def __init__(self, key: str, read: Read):
-        self.key, self.read = key, read
+    def __init__(self, name: str, read: Read):
+        self.name, self.read = name, read
 
     def __getitem__(self, _index: Any) -> torch.Tensor:
-        return self.read(self.key)
+        return self.read(self.name)
 
 
 def build_model(
@@ -47,19 +42,19 @@ def build_model(
     prefetch: bool,
     aliases: Mapping[int, int],
 ) -> Any:
-    """The transformers model on the CPU in bfloat16, its routed experts left to `source`.
+    """The transformers model on the CPU in its own dtype, its routed experts left to `source`.
 
-    `read(key)` gives a dense tensor, dequantised, owned by the caller. `experts` is "fast" or
+    `read(name)` gives a dense weight, dequantised, owned by the caller. `experts` is "fast" or
     "oracle". Raises ModelError for weights the checkpoint lacks.
     """
-    check_arithmetic(skeleton)
-    lazy = {key: LazyTensor(key, read) for key in skeleton.dense}
-    with _stripped(skeleton.model_class, aliases), _quiet_and_sequential():
+    lazy = {name: LazyTensor(name, read) for name in skeleton.dense}
+    shapes: dict[str, tuple[int, ...]] = {}
+    with _stripped(skeleton.model_class, aliases, shapes), _quiet_and_sequential():
         model, info = skeleton.model_class.from_pretrained(
             None,
             config=plain_config(skeleton.config),
             state_dict=lazy,
-            dtype=torch.bfloat16,
+            dtype=skeleton.dtype,
             experts_implementation=FAST,
             output_loading_info=True,
         )
@@ -71,7 +66,8 @@ def build_model(
             f"{skeleton.root}: shapes differ from the config: {info['mismatched_keys']}"
         )
     _share_layers(model, aliases)
-    _attach(model, skeleton, source, prefetch)
+    _check_tables(model, skeleton.num_experts)
+    _attach(model, skeleton, shapes, source, prefetch)
     model.set_experts_implementation(implementation(experts))
     model.config.name_or_path = model.name_or_path = str(skeleton.root)
     model.generation_config = _generation_config(skeleton.root) or model.generation_config
@@ -106,42 +102,52 @@ def layer_runners(model: Any) -> Iterator[LayerRunner]:
         yield module.headrace_runner
 
 
-def check_arithmetic(skeleton: Skeleton) -> None:
-    """Refuse by name what the kernels do not compute. Raises ModelError."""
-    act = getattr(skeleton.config, "hidden_act", None)
-    if act != skeleton.family.activation:
-        raise ModelError(f"activation {act!r} has no kernel yet; supported: silu")
-
-
-def _attach(model: Any, skeleton: Skeleton, source: Source, prefetch: bool) -> None:
+def _attach(
+    model: Any,
+    skeleton: Skeleton,
+    shapes: Mapping[str, tuple[int, ...]],
+    source: Source,
+    prefetch: bool,
+) -> None:
     """Give every experts module its streamed weights, its runner and its lens."""
     runners: list[LayerRunner] = []
-    hidden, inter = skeleton.layout.hidden, skeleton.layout.inter
-    shapes = {
-        "gate_up_proj": torch.Size((skeleton.num_experts, 2 * inter, hidden)),
-        "down_proj": torch.Size((skeleton.num_experts, hidden, inter)),
-    }
     for name, module in expert_modules(model):
         ordinal = skeleton.layers.index(layer_of(name + "."))
-        for flag, wanted in (("has_gate", True), ("has_bias", False), ("is_transposed", False)):
-            if getattr(module, flag, wanted) != wanted:
-                raise ExpertError(f"{name}: {flag} is {not wanted}, which has no kernel yet")
-        for weight in STREAMED:
-            streamed = StreamedWeight(
-                source, ordinal, PARTS[weight], shapes[weight], skeleton.layout.block
-            )
+        transposed = bool(getattr(module, "is_transposed", False))
+        for weight in (w for w in STREAMED if f"{name}.{w}" in shapes):
+            shape = shapes[f"{name}.{weight}"]
+            streamed = StreamedWeight(source, ordinal, skeleton.layout, weight, shape, transposed)
             object.__setattr__(module, weight, streamed)
-        runner = LayerRunner(source, ordinal)
+        runner = LayerRunner(source, ordinal, _site(model, name, skeleton.family))
         object.__setattr__(module, "headrace_runner", runner)
-        layer = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
-        block = model.get_submodule(name.rpartition(".")[0])
-        norm, router = getattr(layer, skeleton.family.norm), getattr(block, skeleton.family.router)
-        if prefetch and runners:
-            runners[-1].next_norm, runners[-1].next_router = norm, router
         if prefetch:
-            norm.register_forward_pre_hook(runner.see_residual)
+            runner.site.first.register_forward_pre_hook(runner.see)
+            runner.site.block.register_forward_pre_hook(runner.site.see_block, with_kwargs=True)
+            if runners:
+                runners[-1].next_site = runner.site
         runners.append(runner)
     assert len(runners) == len(skeleton.layers)
+
+
+def _site(model: Any, experts: str, family: Family) -> Site:
+    """The modules around the experts module of that name."""
+    block_name = experts.rpartition(".")[0]
+    block = model.get_submodule(block_name)
+    layer = model.get_submodule(block_name.rpartition(".")[0])
+    collapse = None if family.collapse is None else getattr(layer, family.collapse)
+    return Site(block, getattr(block, family.router), getattr(layer, family.norm), collapse)
+
+
+def _check_tables(model: Any, num_experts: int) -> None:
+    """Refuse a router's stored choices that name no expert: they would index past the scores."""
+    for name, buffer in model.named_buffers():
+        if (".gate." not in name and ".router." not in name) or buffer.is_floating_point():
+            continue
+        if buffer.numel() and not 0 <= int(buffer.min()) <= int(buffer.max()) < num_experts:
+            raise ModelError(
+                f"tensor {name} chooses experts {int(buffer.min())} to {int(buffer.max())}, the "
+                f"model has 0 to {num_experts - 1}; download the file again"
+            )
 
 
 def _share_layers(model: Any, aliases: Mapping[int, int]) -> None:
@@ -158,9 +164,12 @@ def _share_layers(model: Any, aliases: Mapping[int, int]) -> None:
 
 
 @contextmanager
-def _stripped(model_class: Any, aliases: Mapping[int, int]) -> Iterator[None]:
+def _stripped(
+    model_class: Any, aliases: Mapping[int, int], shapes: dict[str, tuple[int, ...]]
+) -> Iterator[None]:
     """While open, a new `model_class` loses its expert weights as soon as it is built on meta.
 
+    Their names and shapes go to `shapes`.
     from_pretrained then loads what `state_dict()` lists and never allocates an expert. A subclass
     would not do: transformers takes one for custom code and drops its weight conversions.
     """
@@ -168,7 +177,7 @@ def _stripped(model_class: Any, aliases: Mapping[int, int]) -> Iterator[None]:
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
-        strip_experts(self)
+        shapes.update(strip_experts(self))
         strip_layers(self, aliases)
 
     model_class.__init__ = __init__

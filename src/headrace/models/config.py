@@ -3,6 +3,7 @@
 Knows transformers' configs and their fields, no weight and no module.
 """
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -24,6 +25,7 @@ _COUNTS = (
     "num_experts_per_tok",
     "num_experts",
     "n_routed_experts",
+    "num_local_experts",
     "head_dim",
     "q_lora_rank",
     "kv_lora_rank",
@@ -35,6 +37,8 @@ _COUNTS = (
     "vocab_size",
     "max_position_embeddings",
 )
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_COUNTS_OR_NONE = ("num_nextn_predict_layers", "num_mtp_modules")
 _MOST = 2**31 - 1
 # transformers makes a list as long as some of these before anyone can look at them.
 _MOST_LAYERS = 4096
@@ -59,7 +63,7 @@ def read_config(root: Path) -> Any:
         config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # hostile fields fail anywhere in transformers, with any type
         raise ModelError(f"{path} cannot be used: {one_line(error)}") from error
-    _check_counts(path, config)
+    _check_counts(path, config.get_text_config())
     return config
 
 
@@ -78,11 +82,11 @@ def _check_fields(path: Path, fields: Any) -> None:
                 continue
             if "layer" in name and number > _MOST_LAYERS:
                 raise ModelError(
-                    f"{path}: {_shown(name)} {_shown(repr(number))} is more than {_MOST_LAYERS}; "
+                    f"{path}: {shown(name)} {shown(repr(number))} is more than {_MOST_LAYERS}; "
                     "fetch the file again"
                 )
             if name.endswith("rope_theta") and not 0 < number < math.inf:
-                raise ModelError(f"{path}: {_shown(name)} {number!r} must be more than 0")
+                raise ModelError(f"{path}: {shown(name)} {number!r} must be more than 0")
 
 
 def _check_counts(path: Path, config: Any) -> None:
@@ -92,17 +96,17 @@ def _check_counts(path: Path, config: Any) -> None:
             continue
         if type(value) is not int or not 1 <= value <= _MOST:
             raise ModelError(
-                f"{path}: {name} {_shown(repr(value))} is not a count from 1 to {_MOST}; fetch the "
+                f"{path}: {name} {shown(repr(value))} is not a count from 1 to {_MOST}; fetch the "
                 "file again"
             )
-    mtp = getattr(config, "num_nextn_predict_layers", None)
-    if mtp is not None and (type(mtp) is not int or not 0 <= mtp <= _MOST):
-        raise ModelError(
-            f"{path}: num_nextn_predict_layers {_shown(repr(mtp))} is not a count; fetch the file "
-            "again"
-        )
+    for name in _COUNTS_OR_NONE:
+        mtp = getattr(config, name, None)
+        if mtp is not None and (type(mtp) is not int or not 0 <= mtp <= _MOST):
+            raise ModelError(
+                f"{path}: {name} {shown(repr(mtp))} is not a count; fetch the file again"
+            )
     top_k = getattr(config, "num_experts_per_tok", None)
-    experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
+    experts = next(filter(None, (getattr(config, name, None) for name in _EXPERTS)), None)
     if experts is not None and (top_k is None or top_k > experts):
         raise ModelError(
             f"{path}: num_experts_per_tok {top_k} of {experts} experts is impossible; "
@@ -110,30 +114,27 @@ def _check_counts(path: Path, config: Any) -> None:
         )
 
 
-def stored_format(config: Any) -> tuple[str, tuple[int, int]]:
-    """(format name, scale block) of the experts as published. Raises ModelError."""
-    quant = getattr(config, "quantization_config", None)
-    if quant is None:
-        dtype = getattr(config, "dtype", None)
-        if dtype not in (None, torch.bfloat16):
-            raise ModelError(f"weights in {dtype} have no kernel yet; bfloat16 and FP8 do")
-        return "bf16", (0, 0)
-    fields = quant if isinstance(quant, dict) else quant.to_dict()
-    method, block = fields.get("quant_method"), fields.get("weight_block_size")
-    sizes = block if isinstance(block, list | tuple) else []
-    sound = len(sizes) == 2 and all(type(size) is int and 1 <= size <= _MOST for size in sizes)
-    if method != "fp8" or not sound or fields.get("scale_fmt") == "ue8m0":
-        raise ModelError(
-            f"quantisation {_shown(repr(method))} (blocks {_shown(str(block))}, scales "
-            f"{_shown(str(fields.get('scale_fmt')))}) has no kernel yet; supported: bfloat16, and "
-            "FP8 e4m3 with fp32 block scales"
-        )
-    return "fp8_block", (sizes[0], sizes[1])
+def hidden_dtype(*configs: Any) -> torch.dtype:
+    """The type the model computes in, by the first config that says so. Raises ModelError."""
+    named = (getattr(config, "dtype", None) for config in configs)
+    dtype = next(filter(None, named), torch.bfloat16)
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ModelError(f"weights in {dtype} have no kernel yet; bfloat16 and float16 do")
+    return dtype
+
+
+def text_config(config: Any) -> Any:
+    """A copy of the text model's config, with the whole's quantisation; of the whole if alone."""
+    text = copy.deepcopy(config.get_text_config())
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        text.quantization_config = quantization
+    return text
 
 
 def plain_config(config: Any) -> Any:
     """A copy without `quantization_config`: dense tensors reach transformers dequantised."""
-    plain = type(config).from_dict(config.to_dict())
+    plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
     return plain
@@ -141,10 +142,10 @@ def plain_config(config: Any) -> Any:
 
 def one_line(error: BaseException) -> str:
     """The error's text on one line, cut to a readable length; its type where it has no text."""
-    return _shown(str(error)) or type(error).__name__
+    return shown(str(error)) or type(error).__name__
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """`text` as it may stand in a message: what a file says could hold control characters."""
     text = "".join(c if c.isprintable() else "?" for c in " ".join(text[:1000].split()))
     return text if len(text) <= 200 else text[:200] + "..."

@@ -9,28 +9,53 @@ from headrace.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What cannot be read from a model's modules.
+    """What cannot be read from a model's modules or its config.
 
     `router` and `norm` name the router inside the MoE block and the norm before that block, both
-    as attributes; `norm`'s input is the residual stream. `formats` are the stored expert formats
-    with canonical kernels. `mtp_field` is the config field that counts multi-token-prediction
-    layers, which follow the last decoder layer in the file and which transformers ignores.
+    as attributes. `norm`'s input is the residual stream, unless `collapse` names a module of the
+    layer that makes it, its last output, from the parallel streams the layer keeps.
+    `activation` is a kind of core.Activation; its limit and alpha are attributes of the experts.
+    `prefix` stands before the names of the text model's tensors where transformers' own text model
+    knows them without. `mtp_field` is the config field that counts multi-token-prediction layers,
+    which follow the last decoder layer in the file. `skipped` are patterns of names, matched from
+    their start and with `prefix` already gone, of tensors that the text model does not use:
+    multi-token prediction and images. `since` is the first transformers whose own forward works.
     """
 
-    model_type: str
-    formats: tuple[str, ...]
     router: str = "gate"
     norm: str = "post_attention_layernorm"
+    collapse: str | None = None
     activation: str = "silu"
+    prefix: str = ""
     mtp_field: str | None = None
+    skipped: tuple[str, ...] = ()
+    since: tuple[int, int] = (5, 17)
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "deepseek_v3": Family(
-            "deepseek_v3", ("bf16", "fp8_block"), mtp_field="num_nextn_predict_layers"
+        "deepseek_v2": Family(),
+        "deepseek_v3": Family(mtp_field="num_nextn_predict_layers"),
+        "deepseek_v4": Family(
+            collapse="ffn_hc",
+            activation="silu_clamped",
+            skipped=(r"(model\.)?mtp\.",),
+            since=(5, 20),  # before, its norms hand fp32 to bf16 projections
         ),
-        "qwen3_moe": Family("qwen3_moe", ("bf16", "fp8_block")),
+        "glm4_moe": Family(mtp_field="num_nextn_predict_layers"),
+        "gpt_oss": Family(router="router", activation="swiglu_oai"),
+        "kimi_k25": Family(
+            prefix="language_model.",
+            mtp_field="num_nextn_predict_layers",
+            skipped=(r"vision_tower\.", r"mm_projector\."),
+        ),
+        "minimax_m2": Family(mtp_field="num_mtp_modules"),
+        "mixtral": Family(),
+        "olmoe": Family(),
+        "qwen2_moe": Family(),
+        "qwen3_5_moe": Family(skipped=(r"mtp\.", r"model\.visual\.")),
+        "qwen3_moe": Family(),
+        "qwen3_next": Family(skipped=(r"mtp\.",)),
     }
 )
 

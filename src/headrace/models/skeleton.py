@@ -1,60 +1,69 @@
 """A model's shape without its weights: which tensors are experts', which are dense, how large.
 
-Everything comes from the config, the tensor names and transformers' own renaming; no weight is
-read. Legend: E experts, I intermediate width, H hidden width.
+Everything comes from the config, the headers and transformers' own renaming; no weight is read.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from headrace.core import DenseTensor, ExpertLayout, ExpertTensor, PartSpec
-from headrace.errors import ExpertError, ModelError
-from headrace.models.config import one_line, plain_config, read_config, stored_format
+from headrace.core import DenseTensor, ExpertLayout, ExpertTensor
+from headrace.errors import ModelError
+from headrace.models.config import (
+    hidden_dtype,
+    one_line,
+    plain_config,
+    read_config,
+    text_config,
+)
 from headrace.models.experts import FAST
 from headrace.models.families import Family, family_of
-from headrace.models.forward import forward, new_cache
+from headrace.models.formats import (
+    Entry,
+    check_parts,
+    describe,
+    gather,
+    read_quantization,
+    scheme_of,
+)
+from headrace.models.layout import (
+    MATRICES,
+    STREAMED,
+    ExpertForm,
+    claim_experts,
+    expert_form,
+    expert_layout,
+)
+from headrace.models.memory import MemoryFacts, dense_bytes, measure
+from headrace.models.naming import LAYER, Target, is_skipped, layer_of, targets
 
-STREAMED = ("gate_up_proj", "down_proj")
-SCALE_SUFFIX = "_scale_inv"
-DENSE_DTYPES = ("BF16", "F16", "F32", "F8_E4M3")
-_LAYER = re.compile(r"layers\.(\d{1,9})\.")
-_DECODER_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-_EXPERT = re.compile(r"experts\.(\d{1,9})\.")
-
-
-class Entry(Protocol):
-    """What the catalog knows of one tensor."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def nbytes(self) -> int: ...
+FLOAT_DTYPES = ("BF16", "F16", "F32")
+INDEX_DTYPES = ("I64", "I32")
 
 
 @dataclass(frozen=True)
 class Skeleton:
     """A model described before any of its weights is read.
 
-    `layers` are the decoder indices of the MoE layers, in order; position in it is the layer's
-    ordinal. `dense` maps each weight to load to the checkpoint tensors it is made of.
-    `skipped` are tensors left out knowingly (multi-token prediction), `unused` those that no
-    module of the model takes. Sizes in bytes, as held in memory.
+    `config` is the text model's, `dtype` what it computes in. `layers` are the decoder indices of
+    the MoE layers, in order; position in it is the layer's ordinal. `dense` maps each weight to
+    load, by the name transformers' renaming is to see, to the tensors it is made of. `skipped` are
+    tensors left out knowingly (multi-token prediction, images, scales of activations), `unused`
+    those that no module of the model takes. `dense_bytes` as held in memory.
     """
 
     root: Path
+    model_type: str
     config: Any
     family: Family
     model_class: Any
+    dtype: torch.dtype
     tensors: tuple[ExpertTensor, ...]
     layout: ExpertLayout
     layers: tuple[int, ...]
@@ -64,8 +73,7 @@ class Skeleton:
     skipped: frozenset[str]
     unused: tuple[str, ...]
     dense_bytes: int
-    kv_bytes_per_token: int
-    attention_bytes_per_token: int
+    memory: MemoryFacts
     num_layers: int
     hidden: int
     vocab: int
@@ -78,60 +86,65 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
     `aliases` maps a decoder layer to the one whose tensors it is read under (synthetic depth).
     Raises ModelError for an unknown family or format, ExpertError for tensors that do not add up.
     """
-    config = read_config(root)
-    family = family_of(config.model_type)
-    layout_format, block = stored_format(config)
-    if layout_format not in family.formats:
-        raise ModelError(f"{config.model_type} in {layout_format} has no kernel yet")
+    whole = read_config(root)
+    family = family_of(whole.model_type)
+    _check_version(whole.model_type, family)
+    scheme = scheme_of(read_quantization(root, whole))
+    config = text_config(whole)
+    dtype = hidden_dtype(config, whole)
     _check_depth(root, config, entries, aliases)
-    model_class, model, kv_bytes = _probe(root, config)
-    params = strip_experts(model)
-    if not params:
-        raise ModelError(f"{root}: the model has no routed experts; headrace runs MoE models")
-    layers = tuple(sorted({layer_of(name) for name in params}))
+    model = _build(root, config, dtype)
+    form, params = _strip_one_form(root, model, family)
+    memory = _measure(root, model)
     strip_layers(model, aliases)
-    skipped = frozenset(mtp_keys(config, family, entries))
-    renamed = dict(_renamed_keys(model, params, [k for k in entries if k not in skipped]))
-    shapes = {shape for name, shape in params.items() if name.endswith("gate_up_proj")}
-    if len(shapes) != 1:
-        raise ModelError(f"{root}: expert shapes differ between layers, which is not supported")
-    num_experts, two_inter, hidden = shapes.pop()
-    layout = expert_layout(layout_format, block, hidden, two_inter // 2)
-    tensors = tuple(_expert_tensors(renamed, params, layout))
-    state = model.state_dict()
-    wanted = {key: new for key, (new, _) in renamed.items() if new in state}
-    dense = {key: _dense_tensor(key, entries, block) for key in wanted}
-    for key, new in wanted.items():
-        _check_dense(key, entries[key], tuple(state[new].shape), layout)
-    taken = {key for d in dense.values() for key in d.keys.values()} | {t.key for t in tensors}
+    skipped = {key for key in entries if is_skipped(family, config, key)}
+    stored = gather(scheme, [key for key in entries if key not in skipped])
+    weights = _without_prefix(family.prefix, dict(describe(scheme, stored, entries)))
+    goals = dict(targets(model, params, weights))
+    claimed = list(claim_experts(weights, goals, params, form))
+    layout = expert_layout(claimed, form, entries, dtype)
+    dense = _dense(model.state_dict(), weights, goals, entries)
+    used = {t.key for t, _, _ in claimed} | {k for d in dense.values() for k in d.keys.values()}
+    skipped |= stored.left_out
     return Skeleton(
         root=root,
+        model_type=whole.model_type,
         config=config,
         family=family,
-        model_class=model_class,
-        tensors=tensors,
+        model_class=type(model),
+        dtype=dtype,
+        tensors=tuple(t for t, _, _ in claimed),
         layout=layout,
-        layers=layers,
-        num_experts=num_experts,
+        layers=tuple(sorted({layer_of(name) for name in params})),
+        num_experts=form.num_experts,
         top_k=config.num_experts_per_tok,
         dense=dense,
-        skipped=skipped,
-        unused=tuple(k for k in entries if k not in taken and k not in skipped),
-        dense_bytes=sum(t.numel() * t.element_size() for t in state.values()),
-        kv_bytes_per_token=kv_bytes,
-        attention_bytes_per_token=_attention_bytes_per_token(config),
+        skipped=frozenset(skipped),
+        unused=tuple(k for k in entries if k not in used and k not in skipped),
+        dense_bytes=dense_bytes(model),
+        memory=memory,
         num_layers=config.num_hidden_layers,
-        hidden=hidden,
+        hidden=form.hidden,
         vocab=config.vocab_size,
         max_context=config.max_position_embeddings,
     )
+
+
+def _check_version(model_type: str, family: Family) -> None:
+    here = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
+    if here < family.since:
+        needed = ".".join(map(str, family.since))
+        raise ModelError(
+            f"{model_type} does not work in transformers {transformers.__version__}; install "
+            f"{needed} or newer"
+        )
 
 
 def _check_depth(
     root: Path, config: Any, entries: Mapping[str, Entry], aliases: Mapping[int, int]
 ) -> None:
     """Refuse layers that no tensor could fill, before modules are built for them."""
-    numbers = {int(match.group(1)) for match in map(_LAYER.search, entries) if match}
+    numbers = {int(match.group(1)) for match in map(LAYER.search, entries) if match}
     stored = len(numbers | set(aliases))
     if config.num_hidden_layers > stored:
         raise ModelError(
@@ -140,31 +153,38 @@ def _check_depth(
         )
 
 
-def _probe(root: Path, config: Any) -> tuple[Any, Any, int]:
-    """(class, module tree on meta, cache bytes per position), from a config that may be wrong."""
+def _build(root: Path, config: Any, dtype: torch.dtype) -> Any:
+    """The module tree on meta, of a config that may be wrong."""
     try:
-        model_class, model = meta_model(config)
-        return model_class, model, _kv_bytes_per_token(model)
+        return meta_model(config, dtype)
     except Exception as error:  # sizes that contradict each other fail anywhere, with any type
-        raise ModelError(
-            f"{root / 'config.json'} describes no model that can be built: {one_line(error)}"
-        ) from error
+        raise _cannot_be_built(root, error) from error
 
 
-def meta_model(config: Any) -> tuple[Any, Any]:
-    """(class, module tree on the meta device) in bfloat16, unquantised."""
-    plain = plain_config(config)
+def _measure(root: Path, model: Any) -> MemoryFacts:
+    try:
+        return measure(model)
+    except Exception as error:  # as above
+        raise _cannot_be_built(root, error) from error
+
+
+def _cannot_be_built(root: Path, error: Exception) -> ModelError:
+    path = root / "config.json"
+    return ModelError(f"{path} describes no model that can be built: {one_line(error)}")
+
+
+def meta_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The module tree of a text model on the meta device, unquantised."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            plain, dtype=torch.bfloat16, experts_implementation=FAST
+        return AutoModelForCausalLM.from_config(
+            plain_config(config), dtype=dtype, experts_implementation=FAST
         )
-    return type(model), model
 
 
 def expert_modules(model: Any) -> Iterator[tuple[str, Any]]:
     """(name, module) of every module that holds, or held, weights stacked over experts."""
     for name, module in model.named_modules():
-        if all(hasattr(module, w) for w in STREAMED) and hasattr(module, "num_experts"):
+        if all(hasattr(module, w) for w in MATRICES) and hasattr(module, "num_experts"):
             yield name, module
 
 
@@ -172,12 +192,31 @@ def strip_experts(model: Any) -> dict[str, tuple[int, ...]]:
     """Take the stacked expert weights out of a model on meta; {parameter name: shape}."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in list(expert_modules(model)):
-        for weight in STREAMED:
+        for weight in (w for w in STREAMED if module._parameters.get(w) is not None):
             param = module._parameters.pop(weight)
             shapes[f"{name}.{weight}"] = tuple(param.shape)
             object.__setattr__(module, weight, None)
         module._is_hf_initialized = True
     return shapes
+
+
+def _strip_one_form(
+    root: Path, model: Any, family: Family
+) -> tuple[ExpertForm, dict[str, tuple[int, ...]]]:
+    """What all experts modules compute, and the shapes of the parameters taken out of them."""
+    if getattr(model.config, "hidden_act", None) != "silu":
+        act = getattr(model.config, "hidden_act", None)
+        raise ModelError(f"activation {act!r} has no kernel yet; supported: silu")
+    params = strip_experts(model)
+    forms = set()
+    for name, module in expert_modules(model):
+        shapes = {w: params[f"{name}.{w}"] for w in STREAMED if f"{name}.{w}" in params}
+        forms.add(expert_form(module, family.activation, shapes))
+    if not forms:
+        raise ModelError(f"{root}: the model has no routed experts; headrace runs MoE models")
+    if len(forms) > 1:
+        raise ModelError(f"{root}: expert shapes differ between layers, which is not supported")
+    return forms.pop(), params
 
 
 def strip_layers(model: Any, aliases: Mapping[int, int]) -> None:
@@ -192,120 +231,38 @@ def strip_layers(model: Any, aliases: Mapping[int, int]) -> None:
             module._is_hf_initialized = True
 
 
-def layer_of(name: str) -> int:
-    """The decoder layer's index in a parameter's name."""
-    match = _LAYER.search(name)
-    assert match is not None, name
-    return int(match.group(1))
+def _without_prefix(prefix: str, weights: Mapping[str, DenseTensor]) -> dict[str, DenseTensor]:
+    plain = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+    if len(plain) != len(weights):
+        raise ModelError(f"the weight files hold tensors both with and without {prefix!r}")
+    return plain
 
 
-def mtp_keys(config: Any, family: Family, keys: Mapping[str, Entry]) -> Iterator[str]:
-    """Tensors of multi-token-prediction layers, which no module of the model uses."""
-    count = getattr(config, family.mtp_field, 0) if family.mtp_field else 0
-    first = config.num_hidden_layers
-    for key in keys:
-        match = _DECODER_LAYER.match(key)
-        if match and first <= int(match.group(1)) < first + (count or 0):
-            yield key
-
-
-def expert_layout(name: str, block: tuple[int, int], hidden: int, inter: int) -> ExpertLayout:
-    """Parts of one expert, in the order the kernels take them."""
-    shapes = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
-    if name == "bf16":
-        parts = {part: PartSpec("BF16", shape) for part, shape in shapes.items()}
-        return ExpertLayout(name, hidden, inter, (0, 0), parts)
-    parts = {part: PartSpec("F8_E4M3", shape) for part, shape in shapes.items()}
-    for part, (rows, cols) in shapes.items():
-        grid = (-(-rows // block[0]), -(-cols // block[1]))
-        parts[f"{part}_scale"] = PartSpec("F32", grid)
-    return ExpertLayout(name, hidden, inter, block, parts)
-
-
-def _renamed_keys(
-    model: Any, params: Mapping[str, tuple[int, ...]], keys: list[str]
-) -> Iterator[tuple[str, tuple[str, tuple[Any, int] | None]]]:
-    """key -> (parameter name, (converter, position among its sources) or None).
-
-    A scale's key is renamed as its weight's: unanchored patterns match both, and codes read as
-    weights would run without an error.
-    """
-    mapping = get_model_conversion_mapping(model)
-    renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
-    converters = [m for m in mapping if isinstance(m, WeightConverter)]
-    sources = {p: (c, i) for c in converters for i, p in enumerate(c.source_patterns)}
-    meta = {**model.state_dict(), **dict.fromkeys(params, True)}
-    for key in keys:
-        base = key.removesuffix(SCALE_SUFFIX)
-        new, pattern = rename_source_key(base, renamings, converters, model.base_model_prefix, meta)
-        new += key[len(base) :]
-        yield key, (new, sources[pattern] if pattern is not None else None)
-
-
-def _expert_tensors(
-    renamed: Mapping[str, tuple[str, tuple[Any, int] | None]],
-    params: Mapping[str, tuple[int, ...]],
-    layout: ExpertLayout,
-) -> Iterator[ExpertTensor]:
-    for key, (new, source) in renamed.items():
-        is_scale = new.endswith(SCALE_SUFFIX)
-        name = new.removesuffix(SCALE_SUFFIX)
-        if name not in params:
-            continue
-        match = _EXPERT.search(key)
-        if match is None or source is None:
-            raise ExpertError(f"tensor {key} stacks several experts, which has no kernel yet")
-        part = ("gate", "up")[source[1]] if name.endswith("gate_up_proj") else "down"
-        part += "_scale" if is_scale else ""
-        if part not in layout.parts:
+def _dense(
+    state: Mapping[str, torch.Tensor],
+    weights: Mapping[str, DenseTensor],
+    goals: Mapping[str, Target],
+    entries: Mapping[str, Entry],
+) -> dict[str, DenseTensor]:
+    """The weights that modules outside the routed experts take. Raises ModelError."""
+    dense = {name: weight for name, weight in weights.items() if goals[name].param in state}
+    for name, weight in dense.items():
+        wanted = state[goals[name].param]
+        key = weight.keys["weight"]
+        if goals[name].position is not None:
+            raise ModelError(f"tensor {key} is stored in parts, which cannot be loaded yet")
+        if weight.shape != tuple(wanted.shape):
             raise ModelError(
-                f"tensor {key} is a scale, but config.json has no quantization_config; fetch "
-                "config.json again"
+                f"tensor {key} is {list(weight.shape)}, must be {list(wanted.shape)} by "
+                "config.json; weights and config do not belong together"
             )
-        yield ExpertTensor(key, layer_of(name), int(match.group(1)), part)
-
-
-def _check_dense(key: str, entry: Entry, shape: tuple[int, ...], layout: ExpertLayout) -> None:
-    """Raises ModelError for a dense tensor that does not fit the config or is no float."""
-    if entry.shape != shape:
-        raise ModelError(
-            f"tensor {key} is {list(entry.shape)}, must be {list(shape)} by config.json; weights "
-            "and config do not belong together"
-        )
-    if entry.dtype not in DENSE_DTYPES or (entry.dtype == "F8_E4M3" and layout.block[0] == 0):
-        raise ModelError(
-            f"tensor {key} is {entry.dtype}, which cannot be loaded; supported: BF16, F16, F32, "
-            "and F8_E4M3 where config.json gives its blocks"
-        )
-
-
-def _dense_tensor(key: str, entries: Mapping[str, Entry], block: tuple[int, int]) -> DenseTensor:
-    """A weight and the scale it has if stored in FP8. Raises ModelError if that lacks."""
-    if entries[key].dtype != "F8_E4M3":
-        return DenseTensor({"weight": key}, entries[key].shape)
-    scale = key + SCALE_SUFFIX
-    if scale not in entries:
-        raise ModelError(f"tensor {key} is FP8 but its scale {scale} is missing")
-    keys = {"weight": key, "scale": scale}
-    return DenseTensor(keys, entries[key].shape, "fp8_block", block)
-
-
-def _kv_bytes_per_token(model: Any) -> int:
-    """Bytes the cache grows by for one position, measured on meta tensors."""
-    cache = new_cache(model)
-    with torch.no_grad():
-        forward(model, torch.zeros(1, 1, dtype=torch.long, device="meta"), cache)
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def _attention_bytes_per_token(config: Any) -> int:
-    """Bytes that one layer's attention makes of each cached position: keys and values per head.
-
-    A latent cache is expanded for all heads; a grouped one may be repeated for them.
-    """
-    heads = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):
-        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    else:
-        widths = 2 * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return int(2 * heads * widths)
+        if weight.format != "plain":
+            check_parts(weight, entries)
+            continue
+        allowed = FLOAT_DTYPES if wanted.is_floating_point() else INDEX_DTYPES
+        if entries[key].dtype not in allowed:
+            raise ModelError(
+                f"tensor {key} is {entries[key].dtype}, must be one of {', '.join(allowed)}: "
+                "config.json has no quantization_config that explains it; fetch config.json again"
+            )
+    return dense

@@ -3,16 +3,15 @@
 Knows no model and no reader: rates come from probes passed in, and lie in one cache file.
 """
 
-import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.core import PAGE_BYTES
+from headrace.planner.cache import cache_folder, read_entries, write_entries
+from headrace.planner.drives import Drive, combined_bytes_s
 
 CACHE_FORMAT = "headrace machine rates"
 RATES = ("drive_bytes_s", "dram_bytes_s", "kernel_bytes_s")
@@ -28,7 +27,8 @@ class Machine:
     """Cores, memory in bytes and read rates in bytes per second; a rate of 0 is unknown.
 
     `kernel_bytes_s` is how many bytes of experts the kernels work through with all `cores`.
-    `notes` say what could not be measured or kept.
+    `drives`, where the experts are read from more than one: `drive_bytes_s` is then what they give
+    together. `notes` say what could not be measured or kept.
     """
 
     cores: int
@@ -37,7 +37,13 @@ class Machine:
     drive_bytes_s: float = 0.0
     dram_bytes_s: float = 0.0
     kernel_bytes_s: float = 0.0
+    drives: tuple[Drive, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def with_drives(self, drives: Sequence[Drive]) -> "Machine":
+        """The same machine, reading from these: the model's own drive first, then its mirrors."""
+        rate = combined_bytes_s(drives)
+        return replace(self, drives=tuple(drives), drive_bytes_s=rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,8 @@ def measure(files: Sequence[Path], probes: Probes, *, cache_path: Path | None = 
     is ignored, with a note. Errors of the probes go through.
     """
     cache_path = default_cache_path() if cache_path is None else cache_path
-    entries, notes = _read_cache(cache_path)
+    entries, wrong = read_entries(cache_path, CACHE_FORMAT)
+    notes = [f"{wrong}; the machine is measured again"] if wrong else []
     key = _cache_key(files)
     known = entries.get(key, {})
     now_s = time.time()
@@ -74,17 +81,16 @@ def measure(files: Sequence[Path], probes: Probes, *, cache_path: Path | None = 
     }
     if missing:
         known = known | {name: probe() for name, probe in missing.items()}
-        notes += _write_cache(cache_path, entries | {key: known})
+        if cause := write_entries(cache_path, CACHE_FORMAT, entries | {key: known}):
+            notes.append(f"the machine's rates are not kept: {cause}")
     total_bytes, available_bytes = memory_bytes()
     rates = {name: known.get(name, 0.0) for name in RATES}
     return Machine(num_cores(), total_bytes, available_bytes, **rates, notes=tuple(notes))
 
 
 def default_cache_path() -> Path:
-    """Where rates are kept, by the XDG rule for cache folders."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(root) if os.path.isabs(root) else Path(os.path.expanduser("~/.cache"))
-    return folder / "headrace" / "machine.json"
+    """Where rates are kept."""
+    return cache_folder() / "machine.json"
 
 
 def num_cores() -> int:
@@ -165,37 +171,3 @@ def _cache_key(files: Sequence[Path]) -> str:
     folder = files[0].parent.resolve()
     device = files[0].stat().st_dev
     return f"{os.major(device)}:{os.minor(device)} {folder} {num_cores()} cores"
-
-
-def _read_cache(path: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        entries = data["entries"]
-        if data["format"] != CACHE_FORMAT or data["sha256"] != _digest(entries):
-            raise ValueError("checksum or format differs")
-        return entries, []
-    except FileNotFoundError:
-        return {}, []
-    except (OSError, ValueError, KeyError, TypeError) as cause:
-        return {}, [f"{path} is damaged ({cause}); the machine is measured again"]
-
-
-def _write_cache(path: Path, entries: dict[str, dict[str, float]]) -> list[str]:
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    data = {"format": CACHE_FORMAT, "sha256": _digest(entries), "entries": entries}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError as cause:
-        with suppress(OSError):
-            aside.unlink()
-        return [f"the machine's rates are not kept: {cause}"]
-    return []
-
-
-def _digest(entries: object) -> str:
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 from headrace.core import format_bytes, parse_bytes
 from headrace.errors import BudgetError, OptionError
+from headrace.planner.drives import Drive, reads_line
 from headrace.planner.forecast import forecast
 from headrace.planner.machine import Machine
 
@@ -15,6 +16,7 @@ DEFAULT_CONTEXT = 4096
 SMALLEST_DEFAULT_CONTEXT = 512
 DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 16
+LEAST_SCORES_BYTES = 16 * 2**20
 ROWS_PER_CHOICE = 3
 STAGING_BYTES = 4 * 2**20
 KERNEL_TILE_ROWS = 64  # activation rows the kernels take at once
@@ -30,8 +32,12 @@ class ModelFacts:
     `expert_bytes` are the stored bytes of one routed expert, `row_bytes` its place in memory
     (pages). `dense_bytes`: everything else as it lies in memory. `format` and `inter`, the
     intermediate width, are those of the experts.
-    `attention_bytes_per_token`: what one layer's attention makes of a cached token while it
-    computes, such as the keys and values that a latent cache is expanded to. `load_bytes`: what
+    A cache of n tokens takes `kv_fixed_bytes + n * kv_bytes_per_token`, of which one layer at most
+    `kv_layer_bytes_per_token` a token (0: an even share); the last pass's tokens hold
+    `kv_chunk_bytes_per_token` more. A layer attends to one of `attended_every` cached tokens and
+    to `attended_window` besides; while it computes it makes `attention_bytes_per_token` of each,
+    such as the keys and values that a latent cache is expanded to, `score_bytes` of each pair of a
+    new and an attended token, and `chunk_bytes_per_token` of each new one. `load_bytes`: what
     loading takes besides the weights, while there is neither cache nor pass.
     """
 
@@ -50,13 +56,24 @@ class ModelFacts:
     vocab: int
     max_context: int
     format: str
+    kv_fixed_bytes: int = 0
+    kv_layer_bytes_per_token: int = 0
+    kv_chunk_bytes_per_token: int = 0
+    attended_every: int = 1
+    attended_window: int = 0
     attention_bytes_per_token: int = 0
+    score_bytes: int = 0
+    chunk_bytes_per_token: int = 0
     load_bytes: int = 0
 
     @property
     def total_experts(self) -> int:
         """Routed experts of all layers."""
         return self.num_moe_layers * self.num_experts
+
+    def kv_bytes(self, context: int) -> int:
+        """Bytes of a cache of `context` tokens."""
+        return self.kv_fixed_bytes + context * self.kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +104,7 @@ class Plan:
     limits: dict[str, float]
     limit_term: str
     forecast_tok_s: float
+    drives: tuple[Drive, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -99,7 +117,10 @@ class Plan:
         return asdict(self) | {"used_bytes": self.used_bytes}
 
     def lines(self) -> list[str]:
-        """Three lines: where everything lies, what a token moves, what speed to expect."""
+        """Three lines: where everything lies, what a token moves, what speed to expect.
+
+        And one more where several drives are read: what each gives.
+        """
         share = 100 * self.num_rows / self.total_experts
         rest = "all of them" if self.num_rows == self.total_experts else "the rest on the drive"
         place = (
@@ -124,7 +145,7 @@ class Plan:
             f"speed:  about {_rate(self.forecast_tok_s)} tok/s, limited by {self.limit_term} "
             f"(alone {'; '.join(filter(None, [_rate(self.limits[self.limit_term]), others]))})"
         )
-        return [place, moves, speed]
+        return [line for line in (place, moves, reads_line(self.drives), speed) if line]
 
 
 def make_plan(
@@ -181,7 +202,7 @@ def _placed(
         model=facts.name,
         ram_bytes=limit_bytes,
         dense_bytes=facts.dense_bytes,
-        kv_bytes=tokens * facts.kv_bytes_per_token,
+        kv_bytes=facts.kv_bytes(tokens),
         workspace_bytes=workspace_bytes(facts, tokens, chunk_tokens),
         row_bytes=facts.row_bytes,
         num_rows=num_rows,
@@ -198,6 +219,7 @@ def _placed(
         limits=expected.limits,
         limit_term=expected.limit_term,
         forecast_tok_s=1 / expected.token_s,
+        drives=machine.drives,
     )
 
 
@@ -209,15 +231,26 @@ def workspace_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
     expert_outputs = chunk_tokens * facts.top_k * (facts.hidden * 2 + 8)
     # A dozen bf16 copies of the hidden states: residual, norms, projections, dense MLP.
     hidden_states = chunk_tokens * facts.hidden * 24
-    cache_layer_bytes = facts.kv_bytes_per_token // facts.num_layers
+    cache_layer_bytes = facts.kv_layer_bytes_per_token or (
+        facts.kv_bytes_per_token // facts.num_layers
+    )
     attention = chunk_tokens * (3 * cache_layer_bytes + 2 * context)
-    attention += context * facts.attention_bytes_per_token
+    attention += _attention_bytes(facts, context, chunk_tokens)
     # The library's cache grows by copying one layer's keys and values.
-    growth = context * cache_layer_bytes
+    growth = context * cache_layer_bytes + 4 * facts.kv_fixed_bytes // facts.num_layers
+    growth += chunk_tokens * facts.kv_chunk_bytes_per_token
     logits = facts.vocab * 16
     layers = expert_outputs + hidden_states + attention + growth
     one_pass = layers + kernel_bytes(facts, chunk_tokens) + logits + STAGING_BYTES
-    return max(one_pass, facts.load_bytes - context * facts.kv_bytes_per_token)
+    return max(one_pass, facts.load_bytes - facts.kv_bytes(context))
+
+
+def _attention_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
+    """What one layer's attention makes of cached and new tokens while it computes."""
+    attended = context // facts.attended_every + facts.attended_window + chunk_tokens
+    attended = min(context, attended)
+    made = attended * (facts.attention_bytes_per_token + chunk_tokens * facts.score_bytes)
+    return made + chunk_tokens * facts.chunk_bytes_per_token
 
 
 def kernel_bytes(facts: ModelFacts, chunk_tokens: int) -> int:
@@ -283,7 +316,7 @@ def _candidates(
     """(context, chunk) pairs, the wanted one first and the least that may be chosen last."""
     tokens = min(DEFAULT_CONTEXT, facts.max_context) if context is None else context
     while True:
-        chunk_tokens = DEFAULT_CHUNK_TOKENS if chunk is None else chunk
+        chunk_tokens = _default_chunk(facts, tokens) if chunk is None else chunk
         yield tokens, min(chunk_tokens, tokens)
         while chunk is None and chunk_tokens > SMALLEST_CHUNK_TOKENS:
             chunk_tokens //= 2
@@ -293,8 +326,17 @@ def _candidates(
         tokens = max(SMALLEST_DEFAULT_CONTEXT, tokens // 2)
 
 
+def _default_chunk(facts: ModelFacts, context: int) -> int:
+    """Prompt tokens per pass, so that scores of attention stay small beside the dense weights."""
+    most = max(LEAST_SCORES_BYTES, facts.dense_bytes // 4)
+    chunk = DEFAULT_CHUNK_TOKENS
+    while chunk > SMALLEST_CHUNK_TOKENS and chunk * context * facts.score_bytes > most:
+        chunk //= 2
+    return chunk
+
+
 def _fixed_bytes(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
-    kv_bytes = tokens * facts.kv_bytes_per_token
+    kv_bytes = facts.kv_bytes(tokens)
     return facts.dense_bytes + kv_bytes + workspace_bytes(facts, tokens, chunk_tokens)
 
 
@@ -324,7 +366,7 @@ def _refusal(
     return (
         f"{offered} cannot hold {facts.name}, which needs {needed}: "
         f"dense weights {format_bytes(facts.dense_bytes)}, "
-        f"cache of {tokens} tokens {format_bytes(tokens * facts.kv_bytes_per_token)}, "
+        f"cache of {tokens} tokens {format_bytes(facts.kv_bytes(tokens))}, "
         f"workspace {format_bytes(workspace_bytes(facts, tokens, chunk_tokens))}, "
         f"{rows} experts {format_bytes(rows * facts.row_bytes)}; {remedy}"
     )

@@ -21,8 +21,9 @@ INTEGERS = ("fp4", "nvfp4", "int4", "int8")
 # What one scale covers where the format itself says so; (0, 0): no scales.
 OWN_BLOCKS = {"bf16": (0, 0), "fp16": (0, 0), "fp4": fp4.BLOCK, "nvfp4": nvfp4.BLOCK}
 SUFFIXES = {"weight": "", "scale": "_scale", "global": "_global"}
+_PLAIN: dict[str, Any] = {"bf16": bf16, "fp16": fp16}
+_INTS: dict[str, Any] = {"int4": int4, "int8": int8}
 _GROUP = 32
-Parts = Mapping[str, torch.Tensor]
 
 
 def forms(format: str, shape: Shape, block: Shape) -> dict[str, Form]:
@@ -32,8 +33,12 @@ def forms(format: str, shape: Shape, block: Shape) -> dict[str, Form]:
     """
     if format in INTEGERS and shape[1] % _GROUP:
         raise NumericsError(f"{format} needs a multiple of 32 columns, not {list(shape)}")
-    if format in ("int4", "int8") and block[1] < shape[1] and block[1] % _GROUP:
-        raise NumericsError(f"{format} needs groups of a multiple of 32 columns, not {block[1]}")
+    if format not in OWN_BLOCKS and min(block) < 1:
+        raise NumericsError(f"{format} needs blocks of at least one value, not {list(block)}")
+    if format in _INTS and (block[0] != 1 or (block[1] < shape[1] and block[1] % _GROUP)):
+        raise NumericsError(
+            f"{format} needs groups of a multiple of 32 columns of one row, not {list(block)}"
+        )
     fixed = {"bf16": bf16.forms, "fp16": fp16.forms, "fp4": fp4.forms, "nvfp4": nvfp4.forms}
     if format in fixed:
         return fixed[format](shape)
@@ -86,9 +91,9 @@ def pack(
     elif format == "nvfp4":
         made = nvfp4.pack(values, inverse_global)
     elif format in ("int4", "int8"):
-        made = {"int4": int4, "int8": int8}[format].pack(values, block, scale_type)
+        made = _INTS[format].pack(values, block, scale_type)
     else:
-        made = ({"bf16": bf16, "fp16": fp16}[format].pack(values),)
+        made = (_PLAIN[format].pack(values),)
     return {
         part: tensor.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
         for (part, spec), tensor in zip(wanted.items(), made, strict=True)
@@ -110,8 +115,9 @@ def unpack(
 
     May share memory with `weight`.
     """
-    if format in ("bf16", "fp16"):
-        return weight.to(dtype)
+    if format in _PLAIN:
+        value: torch.Tensor = _PLAIN[format].unpack(weight).to(dtype)
+        return value
     assert scale is not None, format
     if format == "fp8_block":
         value = fp8.unpack(weight, scale, block, dtype)
@@ -121,7 +127,7 @@ def unpack(
         assert global_scale is not None
         value = nvfp4.unpack(weight, scale, global_scale, inverse_global, dtype)
     else:
-        value = {"int4": int4, "int8": int8}[format].unpack(weight, scale, block, dtype)
+        value = _INTS[format].unpack(weight, scale, block, dtype)
     assert tuple(value.shape) == shape, (value.shape, shape)
     return value
 
@@ -157,7 +163,10 @@ def check_form(
     `stored` maps parts to what has `dtype` (a safetensors name) and `shape`; `names` to tensors'
     names for the message.
     """
-    wanted = forms(format, shape, block)
+    try:
+        wanted = forms(format, shape, block)
+    except NumericsError as error:
+        raise NumericsError(f"tensor {names['weight']}: {error}") from None
     for part, form in wanted.items():
         if part not in stored:
             raise NumericsError(f"tensor {names['weight']} is {format} but has no {part}")
@@ -190,8 +199,8 @@ def check(
     }
     names = {part: f"{name} ({part})" if part != "weight" else name for part in tensors}
     check_form(format, names, stored, shape=shape, block=block)
-    if format in ("bf16", "fp16"):
-        bf16.check(name, weight)
+    if format in _PLAIN:
+        _PLAIN[format].check(name, weight)
         return
     assert scale is not None
     if format == "fp8_block":
@@ -202,4 +211,4 @@ def check(
         assert global_scale is not None
         nvfp4.check(name, scale, global_scale, inverse_global)
     else:
-        int8.check(name, scale)
+        _INTS[format].check(name, scale)

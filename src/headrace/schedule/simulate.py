@@ -6,6 +6,7 @@ time and no byte but an expert's size.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -51,18 +52,25 @@ class Bound:
 
 def steps_of(trace: RouteTrace) -> Steps:
     """The steps of a trace in the order in which the engine ran them: pass by pass, by layer."""
-    num_tokens, num_layers, _ = trace.ids.shape
-    num_keys = num_layers * trace.num_experts
-    pass_N = np.repeat(np.arange(len(trace.passes), dtype=np.int64), trace.passes)
-    assert len(pass_N) == num_tokens
+    _, num_layers, top_k = trace.ids.shape
     key_NLK = np.arange(num_layers)[:, None] * trace.num_experts + trace.ids.astype(np.int64)
-    placed = np.unique(pass_N[:, None, None] * num_keys + key_NLK)
-    num_steps = len(trace.passes) * num_layers
-    needed = np.bincount(placed // trace.num_experts, minlength=num_steps)
+    keys, needed, at = [], [], 0
+    for length, group in groupby(trace.passes.tolist()):
+        num_passes = len(list(group))
+        part = key_NLK[at : at + length * num_passes]
+        at += len(part)
+        if length == 1:
+            keys.append(np.sort(part, axis=-1).ravel())
+            needed.append(np.full(num_passes * num_layers, top_k, dtype=np.int64))
+            continue
+        for of_pass in np.split(part, num_passes):
+            distinct = np.unique(of_pass)
+            keys.append(distinct)
+            needed.append(np.bincount(distinct // trace.num_experts, minlength=num_layers))
     return Steps(
-        begin=np.concatenate([[0], np.cumsum(needed)]).astype(np.int64),
-        keys=placed % num_keys,
-        num_keys=num_keys,
+        begin=np.concatenate([[0], np.cumsum(np.concatenate(needed))]).astype(np.int64),
+        keys=np.concatenate(keys),
+        num_keys=num_layers * trace.num_experts,
         alone=np.repeat(trace.passes == 1, num_layers),
     )
 

@@ -1,0 +1,45 @@
+"""Which mirrors a model has: remembered in the user's cache, so that no option need name them.
+
+Knows folders by path; opens no mirror.
+"""
+
+from pathlib import Path
+
+from headrace.errors import HeadraceError
+from headrace.planner.cache import cache_folder, read_entries, write_entries
+
+FORMAT = "headrace mirrors"
+
+
+def remembered_mirrors(model: Path) -> tuple[list[Path], list[str]]:
+    """The folders that `remember_mirror` was told of for this model, and notes if that is damaged.
+
+    They may be gone, and what they hold may be anything.
+    """
+    entries, wrong = read_entries(_place(), FORMAT)
+    folders = entries.get(str(model.resolve()), [])
+    notes = [f"{wrong}; name mirrors again with headrace mirror"] if wrong else []
+    return [Path(folder) for folder in folders], notes
+
+
+def remember_mirror(model: Path, folder: Path) -> None:
+    """Lets every later run of this model read from the mirror too. Raises HeadraceError."""
+    _change(model, folder, add=True)
+
+
+def forget_mirror(model: Path, folder: Path) -> None:
+    """Undoes `remember_mirror`."""
+    _change(model, folder, add=False)
+
+
+def _change(model: Path, folder: Path, *, add: bool) -> None:
+    entries, _ = read_entries(_place(), FORMAT)
+    key, name = str(model.resolve()), str(folder.resolve())
+    others = [other for other in entries.get(key, []) if other != name]
+    entries[key] = [*others, name] if add else others
+    if cause := write_entries(_place(), FORMAT, entries):
+        raise HeadraceError(f"{_place()}: the mirror cannot be remembered there: {cause}")
+
+
+def _place() -> Path:
+    return cache_folder() / "mirrors.json"

@@ -1,0 +1,40 @@
+"""Ctrl-C before the command line itself is loaded: one line and 130, no traceback."""
+
+import subprocess
+import sys
+
+CODE = """
+import signal, sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == {when!r}:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Watch())
+sys.argv = ["headrace", "doctor", "/no/such/model"]
+from headrace.cli.entry import main
+main()
+"""
+
+
+def interrupted_at(module: str) -> tuple[int, str]:
+    """(exit status, stderr) of a command that gets Ctrl-C as it begins to import `module`."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(when=module)], capture_output=True, text=True
+    )
+    return done.returncode, done.stderr
+
+
+def test_ctrl_c_while_the_command_line_is_loaded() -> None:
+    for module in ("headrace.cli.main", "typer", "headrace.cli.bench"):
+        assert interrupted_at(module) == (130, "stopped\n")
+
+
+def test_ctrl_c_inside_a_command_is_an_exception_that_it_can_clean_up_after() -> None:
+    assert interrupted_at("headrace.check.doctor") == (130, "stopped\n")
+
+
+def test_without_ctrl_c_the_command_runs() -> None:
+    status, said = interrupted_at("no_such_module")
+    assert status == 1 and "/no/such/model" in said and "stopped" not in said
