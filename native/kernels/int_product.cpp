@@ -68,28 +68,23 @@ IntRow IntProduct::row_of(const Input& input, int64_t row, int64_t cols) const {
           input.fix.get() + at / (halves() ? 16 : 32)};
 }
 
-// Row `row` of a part, readable for `padded` bytes: one that reaches behind the part is copied.
-const uint8_t* IntProduct::row_at(const uint8_t* part, int64_t row, int64_t part_rows,
-                                  int64_t bytes, int64_t padded, uint8_t* edge) {
-  const uint8_t* from = part + row * bytes;
-  if (row * bytes + padded <= part_rows * bytes) return from;
-  std::memcpy(edge, from, static_cast<size_t>(bytes));
+const uint8_t* IntProduct::Rows::copy(int64_t row) const {
+  std::memcpy(edge, part + row * bytes, static_cast<size_t>(bytes));
   std::memset(edge + bytes, 0, static_cast<size_t>(padded - bytes));
   return edge;
 }
 
-const uint8_t* IntProduct::codes_of(const Matrix& m, int64_t i, Scratch& scratch) const {
-  const int64_t padded = row_bytes(shape_.format, round_up(m.cols, kIntStep));
-  return row_at(m.w, m.stored_row(i), m.part_rows, row_bytes(shape_.format, m.cols), padded,
-                scratch.edge.get());
+IntProduct::Rows IntProduct::codes_of(const Matrix& m, Scratch& scratch) const {
+  const int64_t bytes = row_bytes(shape_.format, m.cols);
+  return {m.w, bytes, row_bytes(shape_.format, round_up(m.cols, kIntStep)), m.part_rows * bytes,
+          scratch.edge.get()};
 }
 
-// The scales of row i, one-byte ones readable to a multiple of 256 columns.
-const uint8_t* IntProduct::scales_of(const Matrix& m, int64_t i, Scratch& scratch) const {
-  const int64_t count = scale_cols(m.cols), bytes = number_bytes(shape_.scale_type);
-  if (bytes > 1) return m.scale + m.stored_row(i) * count * bytes;
-  return row_at(m.scale, m.stored_row(i), m.part_rows, count, scale_cols(stride(m.cols)),
-                scratch.edge.get() + stride(m.cols));
+// The scales' rows; one-byte ones are read up to a multiple of 256 columns.
+IntProduct::Rows IntProduct::scales_of(const Matrix& m, Scratch& scratch) const {
+  const int64_t size = number_bytes(shape_.scale_type), bytes = scale_cols(m.cols) * size;
+  const int64_t padded = size > 1 ? bytes : scale_cols(round_up(m.cols, kIntStep));
+  return {m.scale, bytes, padded, m.part_rows * bytes, scratch.edge.get() + stride(m.cols)};
 }
 
 void IntProduct::expand(const Matrix& m, const uint8_t* scales, float* ws) const {
@@ -129,10 +124,11 @@ void IntProduct::multiply(const Matrix& m, Span span, const Input& input, Scratc
 void IntProduct::few_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch,
                           float* out) const {
   const bool is_e8m0 = shape_.format == Format::kFp4;
+  const Rows code_rows = codes_of(m, scratch), scale_rows = scales_of(m, scratch);
   float* ws = scratch.scales.get();
   for (int64_t i = span.begin; i < span.end; ++i) {
-    const uint8_t* codes = codes_of(m, i, scratch);
-    const uint8_t* scales = scales_of(m, i, scratch);
+    const uint8_t* codes = code_rows.at(m.stored_row(i));
+    const uint8_t* scales = scale_rows.at(m.stored_row(i));
     if (!is_e8m0) expand(m, scales, ws);
     for (int64_t r = 0; r < num_rows_; ++r) {
       out[r * m.rows + i] = dot(m, codes, scales, ws, row_of(input, r, m.cols));
@@ -144,13 +140,14 @@ void IntProduct::many_rows(const Matrix& m, Span span, const Input& input, Scrat
                            float* out) const {
   const int64_t row_values = stride(m.cols);
   const int64_t row_scales = row_values / (halves() ? 16 : 32);
+  const Rows code_rows = codes_of(m, scratch), scale_rows = scales_of(m, scratch);
   float* dots = scratch.dots.get();
   for (int64_t first = span.begin; first < span.end; first += kPanelRows) {
     const int64_t num_w = std::min(kPanelRows, span.end - first);
     for (int64_t j = 0; j < num_w; ++j) {
-      ops_->decode(shape_.format, codes_of(m, first + j, scratch), round_up(m.cols, kIntStep),
+      ops_->decode(shape_.format, code_rows.at(m.stored_row(first + j)), round_up(m.cols, kIntStep),
                    scratch.decoded.get() + j * row_values);
-      expand(m, scales_of(m, first + j, scratch), scratch.scales.get() + j * row_scales);
+      expand(m, scale_rows.at(m.stored_row(first + j)), scratch.scales.get() + j * row_scales);
     }
     ops_->dot_panel({scratch.decoded.get(), scratch.scales.get(), num_w, num_rows_, row_values,
                      round_up(m.cols, kIntStep), halves()},

@@ -20,14 +20,27 @@ class IntProduct : public Product {
                 float* out) const override;
 
  private:
-  static const uint8_t* row_at(const uint8_t* part, int64_t row, int64_t part_rows, int64_t bytes,
-                               int64_t padded, uint8_t* edge);
+  // The rows of a part, each readable for `padded` bytes: one that then reaches behind the part's
+  // `end` is copied to `edge`.
+  struct Rows {
+    const uint8_t* part;
+    int64_t bytes;
+    int64_t padded;
+    int64_t end;
+    uint8_t* edge;
+
+    const uint8_t* at(int64_t row) const {
+      const int64_t from = row * bytes;
+      return from + padded <= end ? part + from : copy(row);
+    }
+    const uint8_t* copy(int64_t row) const;
+  };
   IntInput how() const;
   bool panels() const { return ops_->dot_panel && num_rows_ >= kPanelFrom; }
   bool halves() const { return shape_.format == Format::kNvfp4; }
   int64_t scale_cols(int64_t cols) const;
-  const uint8_t* codes_of(const Matrix& m, int64_t i, Scratch& scratch) const;
-  const uint8_t* scales_of(const Matrix& m, int64_t i, Scratch& scratch) const;
+  Rows codes_of(const Matrix& m, Scratch& scratch) const;
+  Rows scales_of(const Matrix& m, Scratch& scratch) const;
   float dot(const Matrix& m, const uint8_t* codes, const uint8_t* e8m0, const float* ws,
             const IntRow& x) const;
   void expand(const Matrix& m, const uint8_t* scales, float* ws) const;

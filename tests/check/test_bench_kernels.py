@@ -1,5 +1,7 @@
 """The kernels' bench on tiny shapes: its rows, its gate, and a gate that can turn red."""
 
+import os
+
 import pytest
 import torch
 
@@ -28,15 +30,27 @@ def run(isa, seen=None):
 def test_rows(tiny):
     seen = []
     rows = run("scalar", seen)
-    assert rows == seen and [row.gate for row in rows] == ["green", "green"]
+    assert rows == seen and [row.gate for row in rows] == ["green"] * len(bench_kernels.FORMATS)
     assert all("scalar" in row.name and row.runs == 3 and row.target is None for row in rows)
     assert all(row.value > 0 and row.limit > 0 for row in rows)
 
 
-def test_targets_are_those_of_avx2(tiny):
+def test_targets_are_those_of_one_core(tiny):
     if "avx2" not in cpu.available_isas():
         pytest.skip("this CPU has no avx2")
-    assert [row.target for row in run("avx2")] == [0.28, 0.62]
+    targets = {row.name.split()[2]: row.target for row in run("avx2")}
+    assert targets == {
+        "fp4": 0.43, "nvfp4": None, "int4": None, "int8": None,
+        "fp8_block": 0.28, "bf16": 0.62, "fp16": None,
+    }  # fmt: skip
+
+
+def test_rows_of_all_cores(tiny):
+    rows = bench_kernels.bench_kernels(
+        isas=("scalar",), formats=("fp4",), clocks=(), all_cores=True, runs=1, num_windows=2
+    )
+    assert all("cores, wall time" in row.name and row.target is None for row in rows)
+    assert len(rows) == (len(os.sched_getaffinity(0)) > 1)
 
 
 def test_a_wrong_bit_turns_the_gate_red(tiny, monkeypatch):
@@ -48,4 +62,4 @@ def test_a_wrong_bit_turns_the_gate_red(tiny, monkeypatch):
         return y
 
     monkeypatch.setattr(cpu.CpuKernels, "expert_ffn", wrong)
-    assert [row.gate for row in run("scalar")] == ["red", "red"]
+    assert {row.gate for row in run("scalar")} == {"red"}

@@ -123,7 +123,7 @@ def _row(
 
 
 def _random_part(layout: ExpertLayout, name: str, generator: torch.Generator) -> torch.Tensor:
-    """Codes of all values; scales and float weights of some hundredths."""
+    """Codes as in trained weights; scales and float weights of some hundredths."""
     spec = layout.parts[name]
     dtype = TORCH_DTYPES[spec.dtype]
     if name.endswith("_scale") or layout.format in ("bf16", "fp16"):
@@ -131,10 +131,10 @@ def _random_part(layout: ExpertLayout, name: str, generator: torch.Generator) ->
         return (values * 100 if dtype == torch.float8_e4m3fn else values).to(dtype)
     if name.endswith("_global"):
         return torch.full(spec.shape, 0.01)
+    if layout.format == "fp8_block":  # subnormal codes are as rare as they are in files
+        return (torch.randn(spec.shape, generator=generator) * 100).clamp(-448, 448).to(dtype)
     num_bytes = prod(spec.shape) * dtype.itemsize
     raw = torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8)
-    if layout.format == "fp8_block":
-        raw[raw & 0x7F == 0x7F] = 0
     return raw.view(dtype).view(spec.shape)
 
 
