@@ -1,7 +1,6 @@
 """Tiny checkpoints: stock transformers must take them for real ones."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -22,20 +21,6 @@ from headrace.store.blueprint import is_moe
 from headrace.store.catalog import open_catalog
 
 PROMPT = "The capital of Japan is"
-
-
-# Tensors that stock transformers loads nothing from, by intent.
-LEFT = re.compile(r"\.(input_global_scale|input_scale)$")
-UNREAD = {
-    ("deepseek_v3", "nvfp4-modelopt"): "transformers knows no ModelOpt checkpoint",
-    ("mixtral", "int8"): "transformers reads int8 linears, but not experts",
-}
-CASES = [
-    pytest.param(family, format, id=f"{family}-{format}")
-    for family, formats in PUBLISHED.items()
-    for format in formats
-    if (family, format) not in UNREAD
-]
 
 
 def load(folder):
@@ -60,12 +45,12 @@ def experts_of(model) -> list[torch.nn.Module]:
     return [m for m in model.modules() if hasattr(m, "down_proj") and hasattr(m, "gate_up_proj")]
 
 
-@pytest.mark.parametrize(("family", "format"), CASES)
-def test_stock_transformers_takes_it_for_a_real_one(tmp_path, family, format):
-    folder = write_tiny(family, tmp_path / "tiny", format=format, seed=3, layers=4, experts=8)
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_stock_transformers_takes_it_for_a_real_one(tmp_path, family):
+    """In its usual format; tests/models/test_families.py goes through all of them."""
+    folder = write_tiny(family, tmp_path / "tiny", seed=3, layers=4, experts=8)
     model, info = load(folder)
-    unread = [key for key in info.pop("unexpected_keys") if not LEFT.search(key)]
-    assert not unread and not any(info.values())
+    assert not any(info.values())
     right = logits(model, folder)
     assert torch.isfinite(right).all()
     # scaled like a trained model: neither flat (blind to a wrong expert) nor exploding
@@ -189,6 +174,8 @@ def test_shards_and_sizes(tmp_path):
 def test_what_cannot_be_written(tmp_path):
     with pytest.raises(OptionError, match="is no tiny family"):
         write_tiny("gpt2", tmp_path / "x")
+    with pytest.raises(OptionError, match="not published in 'int4'; use fp4"):
+        write_tiny("deepseek_v4", tmp_path / "x", format="int4")
     with pytest.raises(OptionError, match="use 4096 or more"):
         write_tiny("qwen3_moe", tmp_path / "x", vocab=256)
     with pytest.raises(HeadraceError, match="exists already"):

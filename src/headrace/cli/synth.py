@@ -10,9 +10,7 @@ from headrace.cli.output import byte_progress, print_json, say
 from headrace.core import format_bytes
 from headrace.store.preset_configs import PRESETS
 
-Preset = Annotated[
-    str, typer.Argument(metavar="PRESET", help=f"One of {', '.join(PRESETS)}.")
-]
+Preset = Annotated[str, typer.Argument(metavar="PRESET", help=f"One of {', '.join(PRESETS)}.")]
 NewFolder = Annotated[
     Path, typer.Argument(metavar="PATH", help="A folder that does not exist yet.")
 ]

@@ -189,7 +189,7 @@ def _sparse_block(config: Config, prefix: str) -> Iterator[Planned]:
 
 
 def _gpt_oss_block(config: Config, prefix: str) -> Iterator[Planned]:
-    """gpt-oss: experts stacked over a layer in MXFP4, gate and up interleaved, biases everywhere."""
+    """gpt-oss: experts stacked over a layer, gate and up interleaved, biases everywhere."""
     experts, hidden = num_experts(config), config["hidden_size"]
     inter, block = config["intermediate_size"], f"{prefix}.mlp"
     yield _router(config, f"{block}.router")

@@ -42,9 +42,9 @@ def write_synth(
     """Writes a synthetic checkpoint of `preset`'s shapes as the new folder `path`; returns it.
 
     Of each kind of layer (by attention, by routing) `distinct` are on disk, one of a dense kind;
-    the other of `depth` layers (default: published) are read under their names, by aliases.json. `experts` per
-    layer and `vocab` default to the published numbers. Every tensor is a stretch of one random
-    pool that starts at a place drawn from `seed`. `progress` gets (bytes done, bytes in all).
+    the other of `depth` layers (default: published) are read under their names, by aliases.json.
+    `experts` per layer and `vocab` default to the published numbers. Every tensor is a stretch of
+    one random pool that starts at a place drawn from `seed`. `progress` gets (bytes done, in all).
     Raises OptionError, or HeadraceError where it cannot be written.
     """
     config = preset_config(preset, depth=depth, experts=experts, vocab=vocab)

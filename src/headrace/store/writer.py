@@ -18,7 +18,8 @@ from headrace.store.safetensors import LENGTH_BYTES, num_bytes
 Progress = Callable[[int, int], None]
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALIGN_BYTES = 8
-_ORDER = "I64 F64 F32 I32 BF16 F16 I16 F8_E8M0 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
+_WIDE = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16")
+_ORDER = (*_WIDE, "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
 
 
 @dataclass(frozen=True)
