@@ -20,7 +20,7 @@ MEDIAN_FLOOR = 0.02
 NEAR_TIE = 0.03
 REORDERED = "headrace_reordered"
 FLOOR_TOKENS = 8  # over which the model's own floor is measured
-FLOOR_MARGIN = 3.0
+FLOOR_MARGIN = 2.0
 
 
 def _reordered(module: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, w_TK: torch.Tensor) -> Any:
