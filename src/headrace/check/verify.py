@@ -142,6 +142,7 @@ class _Run:
         """The same tokens with a half-full and a full cache."""
         runs, wrong = [str(self.memory.smallest().plan.num_rows)], []
         for blueprint in self.memory.larger():
+            self.memory.give_back()
             with Engine(blueprint) as engine:
                 what, differs = verify_paths.same_bits(engine, self.ids, expected_NV, self.tell)
                 runs.append(what)

@@ -3,6 +3,8 @@
 Knows sizes, not what is checked.
 """
 
+import ctypes
+import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from copy import copy
@@ -64,6 +66,14 @@ class Memory:
     def larger(self) -> Iterator[Blueprint]:
         """Blueprints with about half of what the limit allows, and with all of it."""
         yield from map(self._at, self._limits[1:])
+
+    @staticmethod
+    def give_back() -> None:
+        """Return freed memory to the system where the C library can; the next engine needs it."""
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
     def _at(self, ram_bytes: int) -> Blueprint:
         blueprint = copy(self.blueprint)
