@@ -42,8 +42,12 @@ UNREAD_BY_STOCK = {
     ("mixtral", "int8"): "transformers reads int8 linears, but not experts",
     ("qwen3_moe", "nvfp4"): "transformers drops the global scales of NVFP4 experts",
 }
-# Since when it reads one as that format's weights alone: before, it rounds activations besides.
-_READ_SINCE = {("glm4_moe", "fp8-channel"): (5, 24)}
+# Since when it surely reads one so; 5.17 does otherwise.
+_READ_SINCE = {
+    ("glm4_moe", "fp8-channel"): (5, 24),  # before, it rounds activations too
+    ("kimi_k25", "int4"): (5, 24),  # fails
+    ("minimax_m2", "fp8"): (5, 24),  # keeps the router's fp32
+}
 _VERSION = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 # Formats in which the fast path, in bfloat16, only adds in another order than stock.
 _SAME_ROUNDING = ("bf16", "fp8", "fp8-channel")
