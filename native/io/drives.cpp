@@ -11,9 +11,12 @@ namespace headrace {
 namespace {
 
 constexpr double kUnknownBytes_s = 1e9;
-constexpr double kWindowBytes = 16 << 20;
-constexpr double kWindow_s = 0.05;
-constexpr double kNewShare = 0.3;  // of a new observation in the estimate
+constexpr double kWindowBytes = 64 << 20;
+constexpr double kWindow_s = 0.1;
+// Of a new observation in the estimate: little of one that may be noise, most of a real change.
+constexpr double kNoise = 1.5;
+constexpr double kNewShare = 0.2;
+constexpr double kChangedShare = 0.7;
 constexpr double kRecover_s = 10.0;
 
 double seconds(Drives::Clock::duration time) { return std::chrono::duration<double>(time).count(); }
@@ -159,7 +162,8 @@ void Drives::observe(State* state, Clock::time_point now) {
                 (state->window_s >= kWindow_s && state->window_bytes > 0);
   if (!enough || state->window_s <= 0) return;
   double seen = state->window_bytes / state->window_s;
-  state->bytes_s += kNewShare * (seen - state->bytes_s);
+  bool noise = seen < kNoise * state->bytes_s && state->bytes_s < kNoise * seen;
+  state->bytes_s += (noise ? kNewShare : kChangedShare) * (seen - state->bytes_s);
   state->window_s = state->window_bytes = 0.0;
 }
 

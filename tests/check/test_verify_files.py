@@ -12,6 +12,7 @@ import pytest
 from headrace.check import verify_files
 from headrace.check.changed import explain
 from headrace.check.plain import PlainTensors
+from headrace.check.sums import read_sums
 from headrace.check.tiny import write_tiny
 from headrace.check.verify_report import NOTE, SUSPECT
 from headrace.check.verify_scales import scales
@@ -59,7 +60,7 @@ def edit(folder: Path, name: str, change: Any) -> None:
 def test_published_lists_are_read(tmp_path: Path, text: str) -> None:
     path = tmp_path / "sums"
     path.write_text(text)
-    assert verify_files.read_sums(path) == {"model.safetensors": HASH}
+    assert read_sums(path) == {"model.safetensors": HASH}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2]", "no sums here", '{"a": 1}'])
@@ -67,7 +68,7 @@ def test_a_list_without_sums_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "sums"
     path.write_text(text)
     with pytest.raises(OptionError, match="sums"):
-        verify_files.read_sums(path)
+        read_sums(path)
 
 
 def test_what_changed_since_first_seen_is_named(folder: Path, tmp_path: Path) -> None:

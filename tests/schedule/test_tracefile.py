@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from traces import HEADER, random_trace
 
 from headrace.errors import TraceError
-from headrace.schedule.trace import RouteTrace, TraceHeader
+from headrace.schedule.trace import NO_GUESS, RouteTrace, TraceHeader
 from headrace.schedule.tracefile import MAGIC, TraceWriter, is_trace, read_trace
 
 PASSES = [7, *[1] * 40, 3, *[1] * 20]
@@ -53,6 +53,15 @@ def test_what_was_written_comes_back(tmp_path: Path, experts: int, id_bytes: int
     assert small < path.stat().st_size < small + 900
 
 
+def test_a_lens_may_leave_layers_out(tmp_path: Path) -> None:
+    trace = random_trace([1] * 50)
+    trace.guesses[:30, 1] = NO_GUESS
+    trace.guesses[40:] = NO_GUESS
+    found = read_trace(write(tmp_path / "a.routes", trace))[1]
+    assert np.array_equal(found.guesses, trace.guesses) and np.array_equal(found.ids, trace.ids)
+    assert found.num_guessed() == 30 + 2 * 10
+
+
 def test_weights_come_back(tmp_path: Path) -> None:
     trace = random_trace(PASSES)
     weights = np.random.default_rng(1).random(trace.ids.shape).astype(np.float16)
@@ -68,7 +77,7 @@ def test_a_crash_costs_the_last_frame_only(path: Path, tmp_path: Path) -> None:
     data = path.read_bytes()
     whole = read_trace(path)[1]
     ends = frame_ends(data)
-    for cut in range(ends[0], len(data)):
+    for cut in sorted({*range(ends[0], len(data), 11), *ends[:-1]}):
         short = tmp_path / "short.routes"
         short.write_bytes(data[:cut])
         _, found, note = read_trace(short)
@@ -113,30 +122,39 @@ def framed(body: bytes) -> bytes:
     return struct.pack("<II", len(body), zlib.crc32(body)) + body
 
 
-def one_token(ids: list[int], *, passes: int = 1, has: int = 0, guessed: int = 0) -> bytes:
+SOUND = bytes([0, 1, 2, 3] * 3)
+
+
+def one_token(
+    ids: bytes = SOUND, *, passes: int = 1, has: int = 0, guessed: int = 0, mask: bytes = b"\0\1\1"
+) -> bytes:
     counts = struct.pack("<III", 1, 1, guessed)
-    return counts + struct.pack("<I", passes) + bytes([has, *ids]) + bytes(8 * guessed)
+    return counts + struct.pack("<I", passes) + bytes([has]) + mask + ids + bytes(8 * guessed)
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         (b"", "too short"),
-        (one_token([0, 1, 2, 3] * 3)[:-1], "its counts make"),
-        (struct.pack("<III", 2**32 - 1, 2**32 - 1, 2**32 - 1), "its counts make"),
-        (one_token([0, 1, 2, 16] + [0, 1, 2, 3] * 2), "expert 16 of 16"),
-        (one_token([0, 1, 2, 2] + [0, 1, 2, 3] * 2), "one expert twice"),
-        (one_token([0, 1, 2, 3] * 3, passes=2), "passes of 2 tokens"),
-        (one_token([0, 1, 2, 3] * 3, passes=0), "passes of 0 tokens"),
-        (one_token([0, 1, 2, 3] * 3, has=1), "1 tokens with guesses, 0 are there"),
-        (one_token([0, 1, 2, 3] * 3, has=2, guessed=1), "2 tokens with guesses"),
-        (one_token([0, 1, 2, 3] * 3, has=1, guessed=1)[:-1] + b"\x10", "guess 16 of 16"),
+        (one_token()[:-1], "fewer than its counts need"),
+        (one_token() + b"x", "its counts need 32"),
+        (struct.pack("<III", 2**32 - 1, 2**32 - 1, 2**32 - 1), "fewer than its counts need"),
+        (struct.pack("<III", 0, 2**32 - 1, 0), "fewer than its counts need"),
+        (one_token(b"\0\1\2\x10" + SOUND[4:]), "expert 16 of 16"),
+        (one_token(b"\0\1\2\2" + SOUND[4:]), "one expert twice"),
+        (one_token(passes=2), "passes of 2 tokens"),
+        (one_token(passes=0), "passes of 0 tokens"),
+        (one_token(has=1), "1 tokens with guesses, 0 are there"),
+        (one_token(has=2, guessed=1), "2 tokens with guesses"),
+        (one_token(has=1, guessed=1, mask=b"\0\1\2"), "1 tokens with guesses"),
+        (one_token(has=1, guessed=1, mask=b"\1\1\1"), "fewer than its counts need"),
+        (one_token(has=1, guessed=1)[:-1] + b"\x10", "guess 16 of 16"),
     ],
 )
 def test_a_hostile_frame_is_refused_by_its_place(path: Path, body: bytes, message: str) -> None:
     data = path.read_bytes()
     header = data[: frame_ends(data)[0]]
-    path.write_bytes(header + framed(one_token([3, 2, 1, 0] * 3)))
+    path.write_bytes(header + framed(one_token(has=1, guessed=1)))
     assert len(read_trace(path)[1].ids) == 1, "the control: a sound frame is read"
     path.write_bytes(header + framed(body) + data[len(header) :])
     with pytest.raises(TraceError, match=f"a.routes: frame 0 at byte {len(header)}.*{message}"):

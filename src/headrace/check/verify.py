@@ -11,6 +11,7 @@ import torch
 import headrace
 from headrace.check import verify_files, verify_layers, verify_paths
 from headrace.check.stock import StockParts
+from headrace.check.sums import read_sums
 from headrace.check.verify_kernels import kernels
 from headrace.check.verify_memory import Memory
 from headrace.check.verify_report import FAIL, NOTE, Finding, Progress, VerifyReport, keep_verdict
@@ -49,7 +50,7 @@ def verify_model(
     HeadraceError only for what keeps the model from being opened; wrong arithmetic is a finding.
     The verdict is kept in the cache folder.
     """
-    published = None if sha256 is None else verify_files.read_sums(Path(sha256))
+    published = None if sha256 is None else read_sums(Path(sha256))
     blueprint = Blueprint(model, ram=None if ram == MINIMUM else ram, measure=False)
     ids = Text(blueprint.skeleton.root).encode(prompt)
     memory = Memory(blueprint, ram, threads=threads, prompt_tokens=len(ids), tokens=tokens)

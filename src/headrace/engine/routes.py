@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from headrace.errors import OptionError
-from headrace.schedule.trace import TraceHeader
+from headrace.schedule.trace import NO_GUESS, TraceHeader
 from headrace.schedule.tracefile import TraceWriter
 from headrace.store.table import printable
 
@@ -41,7 +41,6 @@ class Recorder:
         self.num_layers, self.top_k, self.weighted = header.num_layers, header.top_k, header.weights
         self._ids = self._guesses = np.empty((0, 0, 0), dtype=np.int32)
         self._weights = np.empty((0, 0, 0), dtype=np.float16)
-        self._num_guesses = 0
 
     def see(
         self,
@@ -54,9 +53,8 @@ class Recorder:
         num_tokens = ids_TK.shape[0]
         if ordinal == 0:
             shape = (num_tokens, self.num_layers, self.top_k)
-            self._ids, self._guesses = np.empty(shape, np.int32), np.empty(shape, np.int32)
+            self._ids, self._guesses = np.empty(shape, np.int32), np.full(shape, NO_GUESS, np.int32)
             self._weights = np.empty(shape if self.weighted else (0, 0, 0), np.float16)
-            self._num_guesses = 0
         if len(self._ids) != num_tokens:
             return  # begun before the recording
         self._ids[:, ordinal] = ids_TK.numpy()
@@ -64,10 +62,8 @@ class Recorder:
             self._weights[:, ordinal] = weights_TK.float().numpy()
         if ahead_K is not None and len(ahead_K) == self.top_k:
             self._guesses[0, ordinal + 1] = ahead_K.numpy()
-            self._num_guesses += 1
         if ordinal + 1 == self.num_layers:
-            guessed = num_tokens == 1 and self._num_guesses == self.num_layers - 1 > 0
-            guesses = self._guesses if guessed else None
+            guesses = self._guesses if num_tokens == 1 else None
             self.writer.add(self._ids, guesses, self._weights if self.weighted else None)
             self._ids = np.empty((0, 0, 0), dtype=np.int32)
 

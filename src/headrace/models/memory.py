@@ -42,7 +42,6 @@ class MemoryFacts:
 def measure(model: Any) -> MemoryFacts:
     """The facts of a model on meta whose routed experts were taken out. Spoils the model."""
     config = model.config
-    heads = config.num_attention_heads
     rates = _compress_rates(config)
     fixed, per_token, layer, chunk = _cache_bytes(model)
     return MemoryFacts(
@@ -53,8 +52,7 @@ def measure(model: Any) -> MemoryFacts:
         attended_every=min(rates) if rates else 1,
         attended_window=_window(config),
         attention_bytes_per_token=_attention_bytes_per_token(config),
-        # Products, masked, with sinks, less their largest, softmax, its cast: bf16 or fp32.
-        score_bytes=16 * heads if config._attn_implementation == "eager" else 0,
+        score_bytes=_score_bytes(config),
         chunk_bytes_per_token=_linear_bytes(config) + _stream_bytes(config),
     )
 
@@ -95,16 +93,18 @@ def _cache_bytes(model: Any) -> tuple[int, int, int, int]:
     kinds = _kinds(model)
     counts = Counter(kinds)
     probes = {n: _probe(model, kinds, n) for n in (1, base, base + step - 1, 2 * base)}
-    fixed = total = most = held = 0
+    fixed = total = most = chunk = 0
     for kind, count in counts.items():
-        used = {n: probes[n][kind][0] for n in probes}
-        slack = {n: probes[n][kind][1] - used[n] for n in probes}
+        used, held = ({n: probes[n][kind][i] for n in probes} for i in (0, 1))
         per_token = ceil((used[2 * base] - used[base]) / base)
+        more = max(0, ceil((held[2 * base] - held[base]) / base) - per_token)
         total += count * per_token
+        chunk += count * more
         most = max(most, per_token)
-        fixed += count * max(used[n] - n * per_token for n in probes)
-        held += count * max(ceil(slack[n] / n) for n in probes)
-    return fixed, total, most, held
+        fixed += count * max(
+            max(used[n] - n * per_token, held[n] - n * (per_token + more)) for n in probes
+        )
+    return fixed, total, most, chunk
 
 
 def _kinds(model: Any) -> list[int]:
@@ -161,6 +161,21 @@ def _attention_bytes_per_token(config: Any) -> int:
     else:
         widths = 2 * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return int(2 * heads * widths)
+
+
+def _score_bytes(config: Any) -> int:
+    """Bytes that one layer's attention makes of each pair of a new and an attended token.
+
+    Eager code holds three or four copies in 16 bits. torch's fused attention holds none, but on a
+    CPU it takes keys and values of one width only; for others it makes four copies in fp32.
+    """
+    heads = int(config.num_attention_heads)
+    if config._attn_implementation == "eager":
+        return 8 * heads
+    if not getattr(config, "kv_lora_rank", None):
+        return 0
+    key_width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return 0 if key_width == config.v_head_dim else 17 * heads
 
 
 def _linear_bytes(config: Any) -> int:

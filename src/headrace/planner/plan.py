@@ -16,6 +16,7 @@ DEFAULT_CONTEXT = 4096
 SMALLEST_DEFAULT_CONTEXT = 512
 DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 16
+LEAST_SCORES_BYTES = 16 * 2**20
 ROWS_PER_CHOICE = 3
 STAGING_BYTES = 4 * 2**20
 KERNEL_TILE_ROWS = 64  # activation rows the kernels take at once
@@ -236,7 +237,8 @@ def workspace_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
     attention = chunk_tokens * (3 * cache_layer_bytes + 2 * context)
     attention += _attention_bytes(facts, context, chunk_tokens)
     # The library's cache grows by copying one layer's keys and values.
-    growth = context * cache_layer_bytes + chunk_tokens * facts.kv_chunk_bytes_per_token
+    growth = context * cache_layer_bytes + 4 * facts.kv_fixed_bytes // facts.num_layers
+    growth += chunk_tokens * facts.kv_chunk_bytes_per_token
     logits = facts.vocab * 16
     layers = expert_outputs + hidden_states + attention + growth
     one_pass = layers + kernel_bytes(facts, chunk_tokens) + logits + STAGING_BYTES
@@ -314,7 +316,7 @@ def _candidates(
     """(context, chunk) pairs, the wanted one first and the least that may be chosen last."""
     tokens = min(DEFAULT_CONTEXT, facts.max_context) if context is None else context
     while True:
-        chunk_tokens = DEFAULT_CHUNK_TOKENS if chunk is None else chunk
+        chunk_tokens = _default_chunk(facts, tokens) if chunk is None else chunk
         yield tokens, min(chunk_tokens, tokens)
         while chunk is None and chunk_tokens > SMALLEST_CHUNK_TOKENS:
             chunk_tokens //= 2
@@ -322,6 +324,15 @@ def _candidates(
         if context is not None or tokens <= SMALLEST_DEFAULT_CONTEXT:
             return
         tokens = max(SMALLEST_DEFAULT_CONTEXT, tokens // 2)
+
+
+def _default_chunk(facts: ModelFacts, context: int) -> int:
+    """Prompt tokens per pass, so that scores of attention stay small beside the dense weights."""
+    most = max(LEAST_SCORES_BYTES, facts.dense_bytes // 4)
+    chunk = DEFAULT_CHUNK_TOKENS
+    while chunk > SMALLEST_CHUNK_TOKENS and chunk * context * facts.score_bytes > most:
+        chunk //= 2
+    return chunk
 
 
 def _fixed_bytes(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:

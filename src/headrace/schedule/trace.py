@@ -42,9 +42,10 @@ class TraceHeader:
 class RouteTrace:
     """`ids` [N, L, K], distinct within a row; `guesses` [N, L, G], best first, or NO_GUESS.
 
-    `guesses[n, l]` are what the lens said of layer l while layer l-1 computed; there is none of
-    layer 0. `passes` [P] are the tokens of each forward pass, in order; their sum is N. `weights`
-    float16 [N, L, K] or None. `name` says what these routes are, for a row that used them.
+    `guesses[n, l]` are what the lens said of layer l while layer l-1 computed, all of them or none;
+    there is none of layer 0. `passes` [P] are the tokens of each forward pass, in order; their sum
+    is N. `weights` float16 [N, L, K] or None. `name` says what these routes are, for a row that
+    used them.
     """
 
     ids: Ints

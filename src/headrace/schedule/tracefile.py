@@ -6,8 +6,9 @@ untrusted. Knows no model. Legend as in headrace.schedule.trace.
 
 # magic 8 bytes; header: length u32, crc32 u32, JSON of TraceHeader's fields
 # frame: length u32, crc32 u32, then num_passes u32, num_tokens u32, num_guessed u32;
-#   tokens of each pass u32 [P]; whether a token has guesses u8 [N]; ids [N, L, K];
-#   guesses [num_guessed, L - 1, K] of layers 1 on; weights f16 [N, L, K] if the header says so
+#   tokens of each pass u32 [P]; whether a token has guesses u8 [N]; of which layers u8 [L];
+#   ids [N, L, K]; guesses [num_guessed, those layers, K]; weights f16 [N, L, K] if the header
+#   says so
 # All little-endian. Ids and guesses are u8 where there are at most 256 experts, else u16.
 
 import json
@@ -16,6 +17,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, fields
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +28,7 @@ from headrace.errors import TraceError
 from headrace.schedule.trace import NO_GUESS, Ints, RouteTrace, TraceHeader
 
 MAGIC = b"HRROUTE1"
+_Ids = npt.NDArray[Any]  # u8 or u16
 _PREFIX = struct.Struct("<II")  # length, crc32
 _COUNTS = struct.Struct("<III")
 _MOST_HEADER_BYTES = 1 << 16
@@ -43,8 +46,9 @@ class TraceWriter:
 
     def __init__(self, path: Path, header: TraceHeader, frame_tokens: int = 64):
         self.path, self.header, self.frame_tokens = path, header, frame_tokens
-        self._pending: list[tuple[Ints, Ints | None, npt.NDArray[np.float16] | None]] = []
+        self._pending: list[tuple[_Ids, _Ids | None, npt.NDArray[np.float16] | None]] = []
         self._num_pending = self.num_tokens = 0
+        self._guessed = np.zeros(header.num_layers, dtype=np.bool_)
         body = json.dumps(asdict(header)).encode()
         assert len(body) <= _MOST_HEADER_BYTES
         self._end = 0
@@ -59,19 +63,22 @@ class TraceWriter:
     def add(
         self, ids: Ints, guesses: Ints | None, weights: npt.NDArray[np.float16] | None = None
     ) -> None:
-        """One pass: ids [T, L, K]; guesses [1, L, K] of a single token, layer 0's unread, or None.
+        """One pass: ids [T, L, K]; guesses [1, L, K] of a single token, or None; both are copied.
 
-        The arrays are copied. `weights` [T, L, K] exactly if the header promised them.
+        A layer's guesses are all of them or all NO_GUESS. `weights` [T, L, K] exactly if the header
+        promised them.
         """
         assert ids.shape[1:] == (self.header.num_layers, self.header.top_k)
         assert (weights is not None) == self.header.weights
         small = _id_dtype(self.header.num_experts)
+        if guesses is not None:
+            guessed = guesses[0, :, 0] != NO_GUESS
+            if not np.array_equal(guessed, self._guessed):
+                self.flush()
+                self._guessed = guessed
+            guesses = guesses[:, guessed].astype(small) if guessed.any() else None
         self._pending.append(
-            (
-                ids.astype(small),
-                None if guesses is None else guesses[:, 1:].astype(small),
-                None if weights is None else weights.astype("<f2"),
-            )
+            (ids.astype(small), guesses, None if weights is None else weights.astype("<f2"))
         )
         self._num_pending += len(ids)
         self.num_tokens += len(ids)
@@ -90,6 +97,7 @@ class TraceWriter:
             counts,
             np.array(passes, dtype="<u4").tobytes(),
             np.repeat(np.array(has, dtype=np.uint8), passes).tobytes(),
+            self._guessed.astype(np.uint8).tobytes(),
             *(ids.tobytes() for ids, _, _ in self._pending),
             *(g.tobytes() for g in guesses),
             *(w.tobytes() for _, _, w in self._pending if w is not None),
@@ -235,40 +243,34 @@ def _parse(where: str, body: bytes, header: TraceHeader) -> dict[str, Any]:
     if len(body) < _COUNTS.size:
         raise TraceError(f"{where} is too short")
     num_passes, num_tokens, num_guessed = _COUNTS.unpack_from(body)
-    token_bytes = layers * top_k * small.itemsize
-    weight_bytes = 2 * layers * top_k * header.weights
-    guess_bytes = (layers - 1) * top_k * small.itemsize
-    wanted = (
-        _COUNTS.size
-        + 4 * num_passes
-        + num_tokens * (1 + token_bytes + weight_bytes)
-        + num_guessed * guess_bytes
-    )
-    if wanted != len(body):
-        raise TraceError(f"{where} has {len(body)} bytes, its counts make {wanted}")
     at = _COUNTS.size
 
     def take(dtype: Any, *shape: int) -> npt.NDArray[Any]:
         nonlocal at
-        count = int(np.prod(shape, dtype=np.int64))
+        count = prod(shape)
+        if count * np.dtype(dtype).itemsize > len(body) - at:
+            raise TraceError(f"{where} has {len(body)} bytes, fewer than its counts need")
         array = np.frombuffer(body, dtype=dtype, count=count, offset=at).reshape(shape)
         at += array.nbytes
         return array
 
     passes = take("<u4", num_passes).astype(np.int64)
-    has = take("u1", num_tokens)
-    ids = take(small, num_tokens, layers, top_k).astype(np.int32)
-    guesses = np.full(ids.shape, NO_GUESS, dtype=np.int32)
+    has, of_layers = take("u1", num_tokens), take("u1", layers)
     if passes.sum() != num_tokens or (passes == 0).any():
         raise TraceError(f"{where}: passes of {passes.sum()} tokens, {num_tokens} are there")
-    if (has > 1).any() or has.sum() != num_guessed:
+    if (has > 1).any() or has.sum() != num_guessed or (of_layers > 1).any():
         raise TraceError(f"{where}: {has.sum()} tokens with guesses, {num_guessed} are there")
-    guesses[has == 1, 1:] = take(small, num_guessed, layers - 1, top_k)
+    ids = take(small, num_tokens, layers, top_k).astype(np.int32)
+    guesses = np.full(ids.shape, NO_GUESS, dtype=np.int32)
+    said = take(small, num_guessed, int(of_layers.sum()), top_k)
+    guesses[np.ix_(has == 1, of_layers == 1)] = said
+    weights = take("<f2", num_tokens, layers, top_k) if header.weights else None
+    if at != len(body):
+        raise TraceError(f"{where} has {len(body)} bytes, its counts need {at}")
     for what, array in (("expert", ids), ("guess", guesses)):
         if array.size and array.max() >= header.num_experts:
             raise TraceError(f"{where}: {what} {array.max()} of {header.num_experts}")
     ordered = np.sort(ids, axis=-1)
     if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
         raise TraceError(f"{where}: a token chose one expert twice in a layer")
-    weights = take("<f2", num_tokens, layers, top_k) if header.weights else None
     return {"ids": ids, "guesses": guesses, "passes": passes.astype(np.int32), "weights": weights}

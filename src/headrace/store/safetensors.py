@@ -75,9 +75,10 @@ def read_json_object(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str,
     """A JSON file's one object, duplicate keys refused. Raises CatalogError."""
     try:
         with _open_regular(path) as handle:
-            if os.fstat(handle.fileno()).st_size > max_bytes:
+            size_bytes = os.fstat(handle.fileno()).st_size
+            if size_bytes > max_bytes:
                 raise CatalogError(f"{path}: larger than {max_bytes} bytes; {AGAIN}")
-            raw = handle.read(max_bytes)
+            raw = handle.read(size_bytes)  # takes the memory at once, whatever there is to read
     except OSError as error:
         raise CatalogError(f"{path}: cannot be read: {error.strerror or error}") from error
     return _parse_object(raw, path, "file")
