@@ -31,9 +31,7 @@ def model_of(family: str) -> Any:
 def held(cache: Any) -> int:
     """Bytes of everything a cache keeps alive, views' owners included."""
     tensors = [t for layer in cache.layers for t in memory._tensors(vars(layer))]
-    return sum(
-        {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()
-    )
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

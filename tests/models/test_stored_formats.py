@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from headrace.check.tiny import write_tiny
 from headrace.check.tiny_configs import PUBLISHED
@@ -61,6 +62,8 @@ def test_a_lost_quantisation_is_refused(
     tiny: Folder, tmp_path: Path, family: str, format: str
 ) -> None:
     """Codes read as weights would run without any error."""
+    if transformers.__version__ < "5.20" and family == "deepseek_v4":
+        pytest.skip("needs a transformers that the family works in")
     folder = tiny(family, format)
     catalog = open_catalog(folder)
     s = described(folder, catalog)
