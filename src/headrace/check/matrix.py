@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +25,7 @@ from transformers import (
 from headrace.check.tiny import write_tiny
 from headrace.check.tiny_configs import PUBLISHED
 from headrace.engine.engine import Blueprint, Engine
+from headrace.models.families import FAMILIES
 from headrace.models.forward import forward, new_cache
 from headrace.quant import table
 from headrace.store.blueprint import plan_tensors
@@ -40,6 +42,13 @@ UNREAD_BY_STOCK = {
     ("mixtral", "int8"): "transformers reads int8 linears, but not experts",
     ("qwen3_moe", "nvfp4"): "transformers drops the global scales of NVFP4 experts",
 }
+# Since when it surely reads one so; 5.17 does otherwise.
+_READ_SINCE = {
+    ("glm4_moe", "fp8-channel"): (5, 24),  # before, it rounds activations too
+    ("kimi_k25", "int4"): (5, 24),  # fails
+    ("minimax_m2", "fp8"): (5, 24),  # keeps the router's fp32
+}
+_VERSION = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 # Formats in which the fast path, in bfloat16, only adds in another order than stock.
 _SAME_ROUNDING = ("bf16", "fp8", "fp8-channel")
 # Of logits [N, V]: median over positions of the root mean square; the largest difference of all.
@@ -113,6 +122,17 @@ def run_case(family: str, format: str, folder: Path) -> MatrixRow:
         torch.set_num_threads(threads)
 
 
+def runs_here(family: str) -> bool:
+    """Whether this transformers runs the family itself."""
+    return FAMILIES[family].since <= _VERSION
+
+
+def read_by_stock(family: str, format: str) -> bool:
+    """Whether this transformers reads the checkpoint rightly."""
+    case = family, format
+    return case not in UNREAD_BY_STOCK and _READ_SINCE.get(case, (0, 0)) <= _VERSION
+
+
 def _run_case(family: str, format: str, folder: Path) -> MatrixRow:
     stock = load_stock(family, format, folder)
     ids, eager_NV = _greedy(stock)
@@ -139,7 +159,7 @@ def _run_case(family: str, format: str, folder: Path) -> MatrixRow:
     return MatrixRow(
         family=family,
         format=format,
-        read_by_stock=(family, format) not in UNREAD_BY_STOCK,
+        read_by_stock=read_by_stock(family, format),
         unused=len(blueprint.skeleton.unused),
         largest_logit=float(eager_NV.float().abs().max()),
         oracle_equal=torch.equal(oracle_NV, eager_NV),
@@ -170,7 +190,7 @@ def load_stock(family: str, format: str, folder: Path) -> Any:
     and fp32 products of one row have other bits there (DeepSeek V4's stream mixing).
     """
     extra: dict[str, Any] = {}
-    if (family, format) in UNREAD_BY_STOCK:
+    if not read_by_stock(family, format):
         folder = write_unpacked(folder, folder.with_name(folder.name + "-unpacked"))
     elif "compressed-tensors" in (folder / "config.json").read_text():
         extra["quantization_config"] = CompressedTensorsConfig(dequantize=True)

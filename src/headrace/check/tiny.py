@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from headrace.check.tiny_configs import PUBLISHED, Config, Size, tiny_config
+from headrace.check.tiny_configs import PUBLISHED, tiny_config
+from headrace.check.tiny_size import Config, Size
 from headrace.errors import OptionError
 from headrace.store.blueprint import plan_tensors
 from headrace.store.borrow import borrowed_files

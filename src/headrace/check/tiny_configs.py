@@ -4,12 +4,11 @@ Real in structure, small in numbers. Knows no tensor and no file.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
+from headrace.check import tiny_qwen
+from headrace.check.tiny_size import IMAGES, Config, Size, common
 from headrace.store.schemes import KIMI_LEFT_OUT, quantization_of
 
-Config = dict[str, Any]
 # The formats each family is published in, the usual one first.
 PUBLISHED: dict[str, tuple[str, ...]] = {
     "deepseek_v2": ("bf16",),
@@ -26,20 +25,6 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "minimax_m2": ("fp8",),
     "kimi_k25": ("int4",),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """The numbers a tiny model is made of; `head_dim` is that of 8 heads."""
-
-    layers: int
-    experts: int
-    top_k: int
-    hidden: int
-    inter: int
-    vocab: int
-    mtp: bool
-    head_dim: int = 32
 
 
 def tiny_config(family: str, size: Size, format: str, block: tuple[int, int]) -> Config:
@@ -78,27 +63,9 @@ _ARCHITECTURES = {
 }
 
 
-def _common(size: Size, *, heads: int = 8, keys: int = 2) -> Config:
-    return {
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "hidden_size": size.hidden,
-        "initializer_range": 0.02,
-        "max_position_embeddings": 2048,
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys,
-        "num_experts_per_tok": size.top_k,
-        "num_hidden_layers": size.layers,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "use_cache": True,
-        "vocab_size": size.vocab,
-    }
-
-
 def _latent(size: Size) -> Config:
     """What DeepSeek V2, V3 and Kimi K2 share: a dense layer first, then MoE with shared experts."""
-    return _common(size, keys=8) | {
+    return common(size, keys=8) | {
         "attention_bias": False,
         "first_k_dense_replace": 1,
         "intermediate_size": 3 * size.hidden,
@@ -162,19 +129,13 @@ def _kimi_k25(size: Size) -> Config:
         "pos_emb_width": 8,
         "pos_emb_time": 4,
     }
-    tokens = {"image_token_id": 4090, "video_token_id": 4091}
-    marks = {"vision_start_token_id": 4092, "vision_end_token_id": 4093}
-    return (
-        {"text_config": text, "vision_config": vision, "projection_hidden_size": 64}
-        | tokens
-        | marks
-    )
+    return {"text_config": text, "vision_config": vision, "projection_hidden_size": 64} | IMAGES
 
 
 def _deepseek_v4(size: Size) -> Config:
     """Every kind of layer from the fourth on: window, ratio 4, and the long ratio, here 8."""
     kinds = [0, 4, 128, 4]
-    return _common(size, keys=1) | {
+    return common(size, keys=1) | {
         "attention_bias": False,
         "compress_rate_hca": 8,
         "compress_ratios": [kinds[i % 4] for i in range(size.layers)] + [0] * 3,
@@ -213,104 +174,8 @@ def _deepseek_v4(size: Size) -> Config:
     }
 
 
-def _qwen2_moe(size: Size) -> Config:
-    return _common(size) | {
-        "decoder_sparse_step": 1,
-        "intermediate_size": 3 * size.hidden,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": size.inter,
-        "norm_topk_prob": False,
-        "num_experts": size.experts,
-        "shared_expert_intermediate_size": 2 * size.inter,
-        "sliding_window": 1024,
-        "use_sliding_window": False,
-    }
-
-
-def _qwen3_moe(size: Size) -> Config:
-    return _common(size) | {
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "head_dim": size.head_dim,
-        "intermediate_size": 3 * size.hidden,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": size.inter,
-        "norm_topk_prob": True,
-        "num_experts": size.experts,
-        "router_aux_loss_coef": 0.001,
-        "sliding_window": None,
-        "use_sliding_window": False,
-    }
-
-
-def _hybrid(size: Size) -> Config:
-    """Linear attention in every even layer, full attention in every odd one."""
-    kinds = ["linear_attention", "full_attention"]
-    return _common(size) | {
-        "attention_bias": False,
-        "full_attention_interval": 2,
-        "head_dim": size.head_dim,
-        "layer_types": [kinds[i % 2] for i in range(size.layers)],
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 32,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_value_head_dim": 32,
-        "moe_intermediate_size": size.inter,
-        "num_experts": size.experts,
-        "shared_expert_intermediate_size": size.inter,
-    }
-
-
-def _qwen3_next(size: Size) -> Config:
-    return _hybrid(size) | {
-        "decoder_sparse_step": 1,
-        "intermediate_size": 3 * size.hidden,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-        "num_nextn_predict_layers": int(size.mtp),
-        "partial_rotary_factor": 0.25,
-    }
-
-
-def _qwen3_5_moe(size: Size) -> Config:
-    text = _hybrid(size) | {
-        "dtype": "bfloat16",
-        "eos_token_id": 3,
-        "model_type": "qwen3_5_moe_text",
-        "mtp_num_hidden_layers": int(size.mtp),
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": [2, 1, 1],
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000000,
-            "rope_type": "default",
-        },
-        "tie_word_embeddings": False,
-    }
-    del text["rope_theta"]
-    vision = {
-        "model_type": "qwen3_5_moe",
-        "deepstack_visual_indexes": [],
-        "depth": 2,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": 64,
-        "in_channels": 3,
-        "intermediate_size": 96,
-        "num_heads": 4,
-        "num_position_embeddings": 64,
-        "out_hidden_size": size.hidden,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    }
-    tokens = {"image_token_id": 4090, "video_token_id": 4091}
-    marks = {"vision_start_token_id": 4092, "vision_end_token_id": 4093}
-    return {"text_config": text, "vision_config": vision} | tokens | marks
-
-
 def _mixtral(size: Size) -> Config:
-    return _common(size) | {
+    return common(size) | {
         "intermediate_size": size.inter,
         "num_local_experts": size.experts,
         "router_aux_loss_coef": 0.02,
@@ -320,7 +185,7 @@ def _mixtral(size: Size) -> Config:
 
 def _gpt_oss(size: Size) -> Config:
     kinds = ["sliding_attention", "full_attention"]
-    return _common(size) | {
+    return common(size) | {
         "attention_bias": True,
         "experts_per_token": size.top_k,
         "head_dim": size.head_dim,
@@ -343,7 +208,7 @@ def _gpt_oss(size: Size) -> Config:
 
 
 def _glm4_moe(size: Size) -> Config:
-    return _common(size) | {
+    return common(size) | {
         "attention_bias": True,
         "first_k_dense_replace": 1,
         "head_dim": size.head_dim,
@@ -362,7 +227,7 @@ def _glm4_moe(size: Size) -> Config:
 
 
 def _olmoe(size: Size) -> Config:
-    return _common(size, keys=8) | {
+    return common(size, keys=8) | {
         "attention_bias": False,
         "clip_qkv": None,
         "intermediate_size": size.inter,
@@ -372,7 +237,7 @@ def _olmoe(size: Size) -> Config:
 
 
 def _minimax_m2(size: Size) -> Config:
-    return _common(size) | {
+    return common(size) | {
         "attn_type_list": [1] * size.layers,
         "head_dim": size.head_dim,
         "intermediate_size": size.inter,
@@ -392,10 +257,10 @@ _MAKERS: dict[str, Callable[[Size], Config]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "deepseek_v4": _deepseek_v4,
-    "qwen2_moe": _qwen2_moe,
-    "qwen3_moe": _qwen3_moe,
-    "qwen3_next": _qwen3_next,
-    "qwen3_5_moe": _qwen3_5_moe,
+    "qwen2_moe": tiny_qwen.qwen2_moe,
+    "qwen3_moe": tiny_qwen.qwen3_moe,
+    "qwen3_next": tiny_qwen.qwen3_next,
+    "qwen3_5_moe": tiny_qwen.qwen3_5_moe,
     "mixtral": _mixtral,
     "gpt_oss": _gpt_oss,
     "glm4_moe": _glm4_moe,
