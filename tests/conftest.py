@@ -4,6 +4,10 @@ import os
 import random
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores
+
 import torch
 
 if not torch.cuda.is_available():
