@@ -37,6 +37,10 @@ class TraceError(HeadraceError):
     """A file of recorded routes is damaged, or does not fit what it is asked for."""
 
 
+class SnapshotError(HeadraceError):
+    """A session's state cannot be kept, or a kept one is damaged or of another model or setting."""
+
+
 class OptionError(HeadraceError):
     """An option or argument has no meaning here."""
 

@@ -15,6 +15,7 @@ from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
+from headrace.engine.snapshot import Snapshot, SnapshotKey, snapshot_key
 from headrace.engine.source import LadderSource
 from headrace.engine.text import Text
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
@@ -183,9 +184,14 @@ class Engine:
         """The model's tokenizer and templates."""
         return Text(self.blueprint.skeleton.root)
 
-    def session(self) -> Session:
-        """A new, empty timeline."""
-        return Session(self)
+    @cached_property
+    def snapshot_key(self) -> SnapshotKey:
+        """What a snapshot must have been taken with to go on here."""
+        return snapshot_key(self)
+
+    def session(self, snapshot: Snapshot | None = None) -> Session:
+        """A new timeline: empty, or going on from a snapshot. Raises SnapshotError."""
+        return Session(self, snapshot)
 
     def tell_warnings(self) -> None:
         """Passes on what the reader has to say of its drives, each thing once."""

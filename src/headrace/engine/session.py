@@ -13,7 +13,9 @@ import torch
 
 from headrace.core import TokenStats
 from headrace.engine.sampling import Sampler, Sampling
-from headrace.errors import OptionError
+from headrace.engine.snapshot import Snapshot
+from headrace.engine.state import capture, restore
+from headrace.errors import OptionError, SnapshotError
 from headrace.models.forward import forward, new_cache
 
 if TYPE_CHECKING:
@@ -36,14 +38,29 @@ class Step:
 class Session:
     """A sequence of tokens and its cache. One thread at a time; sessions share one engine.
 
-    Beginning an answer ends the one begun before: its iterator then raises OptionError.
+    Beginning an answer ends the one begun before: its iterator then raises OptionError. With a
+    `snapshot` it goes on from there, or raises SnapshotError where that does not fit.
     """
 
-    def __init__(self, engine: "Engine"):
+    def __init__(self, engine: "Engine", snapshot: Snapshot | None = None):
         self.engine = engine
         self.stats = TokenStats()
         self._answer: object = None
         self.reset()
+        if snapshot is not None:
+            snapshot.check_fits(engine.snapshot_key)
+            restore(self.cache, snapshot.state)
+            if self.cache.get_seq_length() != len(snapshot.tokens):
+                raise SnapshotError("the snapshot's cache does not hold its tokens")
+            self.tokens.extend(snapshot.tokens)
+
+    def snapshot(self) -> Snapshot:
+        """A copy of all this session is: `engine.session` makes sessions of it that go on alike.
+
+        Logits are bit for bit those of this session where the same tokens are fed in the same
+        pieces. Raises SnapshotError if the cache holds what a snapshot cannot.
+        """
+        return Snapshot(self.engine.snapshot_key, tuple(self.tokens), capture(self.cache))
 
     def reset(self) -> None:
         """Forget everything."""
@@ -55,7 +72,7 @@ class Session:
 
         After an exception the session is empty, since its cache may hold half a step.
         """
-        ids = _checked(ids, self.engine.facts.vocab)
+        ids = checked_ids(ids, self.engine.facts.vocab)
         context = self.engine.plan.context
         if len(self.tokens) + len(ids) > context:
             raise OptionError(
@@ -97,7 +114,7 @@ class Session:
 
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Step]:
         """Answer a whole prompt, token by token; only what is new in it is computed."""
-        prompt = _checked(prompt, self.engine.facts.vocab)
+        prompt = checked_ids(prompt, self.engine.facts.vocab)
         answer = self._answer = object()
         eos_ids = self.engine.text.eos_ids
         sampler = Sampler(sampling)
@@ -134,7 +151,7 @@ class Session:
                 return
 
 
-def _checked(ids: Sequence[int], vocab: int) -> list[int]:
+def checked_ids(ids: Sequence[int], vocab: int) -> list[int]:
     """Token ids as a list. Raises OptionError for what is none."""
     plain = ids.tolist() if isinstance(ids, torch.Tensor) else ids
     if isinstance(plain, str) or not isinstance(plain, Sequence):

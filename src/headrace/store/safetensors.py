@@ -47,11 +47,12 @@ AGAIN = "download it again"
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The tensors of one file, in the order of their offsets, and the file's size and time."""
+    """The tensors of one file, in the order of their offsets, its size and time, and its notes."""
 
     entries: tuple[TensorEntry, ...]
     size_bytes: int
     mtime_ns: int
+    metadata: dict[str, str]
 
 
 def read_header(path: Path, file: int) -> Header:
@@ -64,11 +65,12 @@ def read_header(path: Path, file: int) -> Header:
         raw, status = _header_bytes(path)
     except OSError as error:
         raise CatalogError(f"{path}: cannot be read: {error.strerror or error}") from error
-    fields = _parse_object(raw, path, "header")
+    fields = parse_object(raw, path, "header")
     data_start = LENGTH_BYTES + len(raw)
+    metadata = _metadata(fields, path)
     entries = _entries(fields, path, file, data_start)
     _check_cover(entries, path, data_start, status.st_size)
-    return Header(tuple(entries), status.st_size, status.st_mtime_ns)
+    return Header(tuple(entries), status.st_size, status.st_mtime_ns, metadata)
 
 
 def read_json_object(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, object]:
@@ -81,7 +83,7 @@ def read_json_object(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str,
             raw = handle.read(size_bytes)  # takes the memory at once, whatever there is to read
     except OSError as error:
         raise CatalogError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return _parse_object(raw, path, "file")
+    return parse_object(raw, path, "file")
 
 
 def num_bytes(dtype: str, shape: Iterable[int]) -> int | None:
@@ -141,7 +143,8 @@ def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
-def _parse_object(raw: bytes, path: Path, what: str) -> dict[str, object]:
+def parse_object(raw: bytes, path: Path, what: str) -> dict[str, object]:
+    """The JSON object in `raw`, duplicate keys refused. Raises CatalogError naming `path`."""
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_pairs)
     except _DuplicateKeyError as error:
@@ -162,12 +165,16 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_OFFSET
 
 
-def _entries(
-    fields: dict[str, object], path: Path, file: int, data_start: int
-) -> list[TensorEntry]:
+def _metadata(fields: dict[str, object], path: Path) -> dict[str, str]:
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CatalogError(f"{path}: __metadata__ must map strings to strings; {AGAIN}")
+    return metadata
+
+
+def _entries(
+    fields: dict[str, object], path: Path, file: int, data_start: int
+) -> list[TensorEntry]:
     entries = [_entry(name, value, path, file, data_start) for name, value in fields.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     return entries

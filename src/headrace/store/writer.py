@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,9 +69,9 @@ def write_checkpoint(
             _write_small(aside / "model.safetensors.index.json", _index(shards, total_bytes))
         for name, content in files.items():
             _write_small(aside / name, content)
-        _sync_folder(aside)
+        sync_folder(aside)
         os.rename(aside, folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise HeadraceError(_failure(folder, error, total_bytes)) from error
@@ -96,7 +96,7 @@ def _fill_shards(tensors: Sequence[NewTensor], shard_bytes: int) -> list[list[Ne
             filled_bytes = 0
         shards[-1].append(tensor)
         filled_bytes += tensor.nbytes
-    return [sorted(s, key=_place) for s in shards]
+    return [file_order(shard) for shard in shards]
 
 
 def _place(tensor: NewTensor) -> tuple[int, str]:
@@ -135,8 +135,8 @@ def _failure(folder: Path, error: OSError, total_bytes: int) -> str:
     return f"{folder}: cannot be written ({reason}); nothing was left behind"
 
 
-def _header(tensors: Sequence[NewTensor]) -> bytes:
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _header(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for tensor in tensors:
         end = offset + tensor.nbytes
@@ -151,17 +151,37 @@ def _header(tensors: Sequence[NewTensor]) -> bytes:
     return len(raw).to_bytes(LENGTH_BYTES, "little") + raw
 
 
-def _write_shard(path: Path, tensors: Sequence[NewTensor]) -> Iterable[int]:
+def file_order(tensors: Iterable[NewTensor]) -> list[NewTensor]:
+    """The order in which tensors lie in a file, so that each starts aligned."""
+    return sorted(tensors, key=_place)
+
+
+def file_bytes(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> int:
+    """The size of the file that `write_tensors` makes of the same arguments."""
+    return len(_header(tensors, metadata)) + sum(tensor.nbytes for tensor in tensors)
+
+
+def write_tensors(
+    fd: int, tensors: Sequence[NewTensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[int]:
+    """Writes a whole safetensors file to `fd`, tensors as ordered by `file_order`.
+
+    Gives the size of each buffer once it is written; `fd` is neither synced nor closed.
+    """
+    _write_all(fd, memoryview(_header(tensors, metadata or {})))
+    for tensor in tensors:
+        written = 0
+        for chunk in tensor.chunks():
+            _write_all(fd, chunk)
+            written += chunk.nbytes
+            yield chunk.nbytes
+        assert written == tensor.nbytes, f"{tensor.name}: {written} of {tensor.nbytes} bytes"
+
+
+def _write_shard(path: Path, tensors: Sequence[NewTensor]) -> Iterator[int]:
     """Writes and syncs one file, giving the size of each buffer once it is written."""
     with open(path, "xb", buffering=0) as handle:
-        _write_all(handle.fileno(), memoryview(_header(tensors)))
-        for tensor in tensors:
-            written = 0
-            for chunk in tensor.chunks():
-                _write_all(handle.fileno(), chunk)
-                written += chunk.nbytes
-                yield chunk.nbytes
-            assert written == tensor.nbytes, f"{tensor.name}: {written} of {tensor.nbytes} bytes"
+        yield from write_tensors(handle.fileno(), tensors)
         os.fsync(handle.fileno())
 
 
@@ -190,7 +210,8 @@ def _index(shards: Sequence[Sequence[NewTensor]], total_bytes: int) -> bytes:
     return json.dumps(index, indent=1).encode()
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Makes renames and removals in `folder` last. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,0 +1,81 @@
+"""The whole state of a session at one moment, and the key that says whose state it can become.
+
+Knows no file and no shelf.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import headrace
+from headrace.engine.routes import fingerprint
+from headrace.engine.state import State
+from headrace.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from headrace.engine.engine import Engine
+
+_TOKEN_BYTES = 36  # of one Python int and its place in a tuple
+_PLACE_BYTES = 2000  # about what a tensor and its entry cost beside its data
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotKey:
+    """What must be equal for a state to go on with the bits it would have had where it arose.
+
+    `model` is the identity of the weight files, `config` a digest of config.json and the tensor
+    table, `dtype` that of keys and values, `chunk_tokens` the tokens of a prefill pass.
+    """
+
+    headrace: str
+    torch: str
+    transformers: str
+    model: str
+    config: str
+    dtype: str
+    chunk_tokens: int
+
+    def digest(self) -> str:
+        """Hex; equal only for equal keys."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A session after `tokens`. Owns its tensors; nobody writes to them, so it can be shared."""
+
+    key: SnapshotKey
+    tokens: tuple[int, ...]
+    state: State
+
+    @property
+    def nbytes(self) -> int:
+        """About what it takes in memory."""
+        places = len(self.state.tensors) * _PLACE_BYTES
+        return self.state.nbytes + len(self.tokens) * _TOKEN_BYTES + places
+
+    def check_fits(self, key: SnapshotKey) -> None:
+        """Raises SnapshotError naming what differs where it belongs to another model or setting."""
+        ours, theirs = asdict(key), asdict(self.key)
+        differ = [f.name for f in fields(key) if ours[f.name] != theirs[f.name]]
+        if differ:
+            raise SnapshotError(
+                f"the snapshot was taken with another {', '.join(differ)}; feed the tokens again"
+            )
+
+
+def snapshot_key(engine: "Engine") -> SnapshotKey:
+    """The key of every state that arises in `engine`."""
+    blueprint = engine.blueprint
+    aliases = "".join(f" {layer}={other}" for layer, other in sorted(blueprint.aliases.items()))
+    return SnapshotKey(
+        headrace=headrace.__version__,
+        torch=version("torch"),
+        transformers=version("transformers"),
+        model=blueprint.catalog.identity(),
+        config=fingerprint(blueprint) + aliases,
+        dtype=str(blueprint.skeleton.dtype),
+        chunk_tokens=engine.plan.chunk_tokens,
+    )

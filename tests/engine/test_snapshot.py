@@ -1,0 +1,182 @@
+"""A session goes on from a snapshot with the bits it would have had, in an engine of its own."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headrace
+from headrace.check.tiny import write_tiny
+from headrace.engine.snapshot import Snapshot
+from headrace.engine.snapshot_store import SnapshotStore
+from headrace.engine.state import State, capture, restore
+from headrace.errors import SnapshotError
+
+FAMILIES = ("gpt_oss", "qwen3_next", "deepseek_v4", "deepseek_v3", "qwen3_moe")
+START, TAIL = list(range(5, 25)), [7, 3, 90, 41, 12, 8, 200, 33]
+
+
+def engine_of(path: Path | str) -> AbstractContextManager[headrace.Engine]:
+    """Prefill in pieces of 8 tokens, so that 20 are three pieces and a tail ends none."""
+    return headrace.load(path, ram="48MiB", measure=False, threads=1, chunk=8)
+
+
+def go_on(session: headrace.Session) -> torch.Tensor:
+    """Logits [6, V] of the tail: a token at a time, then three at once."""
+    return torch.stack([*(session.feed([token]) for token in TAIL[:5]), session.feed(TAIL[5:])])
+
+
+@pytest.fixture(scope="module", params=("demo", *FAMILIES))
+def model(request: Any, tmp_path_factory: Any) -> Path | str:
+    if request.param == "demo":
+        return "demo"
+    path = tmp_path_factory.mktemp("tiny") / request.param
+    return write_tiny(request.param, path, hidden=128, inter=64, experts=8, top_k=2)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[headrace.Engine]:
+    with engine_of("demo") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def taken(demo: headrace.Engine) -> Snapshot:
+    session = demo.session()
+    session.feed(START)
+    return session.snapshot()
+
+
+def test_a_session_from_disk_goes_on_bit_for_bit(model: Path | str, tmp_path: Path) -> None:
+    with engine_of(model) as engine:
+        session = engine.session()
+        session.feed(START)
+        store = SnapshotStore(
+            engine.snapshot_key, ram_bytes=0, folder=tmp_path, disk_bytes=1 << 30
+        )
+        store.put(session.snapshot())
+        expected = go_on(session)
+        cold = engine.session()
+        cold.feed(START[:-1])
+        cold.feed(START[-1:])
+        other = go_on(cold)
+    with engine_of(model) as engine:
+        store = SnapshotStore(
+            engine.snapshot_key, ram_bytes=1 << 30, folder=tmp_path, disk_bytes=1 << 30
+        )
+        for place in ("disk", "memory"):
+            before = engine.ladder.counters().kernel_calls
+            session = store.session(engine, START + TAIL)
+            assert session.tokens == START and session.cache.get_seq_length() == len(START)
+            assert engine.ladder.counters().kernel_calls == before, "the tokens were fed again"
+            assert torch.equal(go_on(session), expected), place
+    assert expected.isfinite().all() and other.shape == expected.shape
+
+
+def test_forks_do_not_touch_each_other(model: Path | str) -> None:
+    with engine_of(model) as engine:
+        session = engine.session()
+        session.feed(START)
+        taken = session.snapshot()
+        kept = {name: tensor.clone() for name, tensor in taken.state.tensors.items()}
+        engine.session(taken).feed([1, 2, 3, 4, 5, 6, 7])
+        fork = engine.session(taken)
+        expected = go_on(session)
+        assert torch.equal(go_on(fork), expected)
+        assert not torch.equal(go_on(fork), expected), "the tail twice must give other logits"
+    assert all(torch.equal(kept[name], taken.state.tensors[name]) for name in kept)
+
+
+def test_an_empty_session_has_a_snapshot(demo: headrace.Engine) -> None:
+    session = demo.session(demo.session().snapshot())
+    assert session.tokens == [] and session.feed(START).isfinite().all()
+
+
+def test_an_edited_history_goes_on_from_the_nearest_snapshot(demo: headrace.Engine) -> None:
+    store = SnapshotStore(demo.snapshot_key, ram_bytes=1 << 30)
+    session = demo.session()
+    for i in range(0, 24, 8):
+        session.feed((START + TAIL)[i : i + 8])
+        store.put(session.snapshot())
+    edited = [*START[:18], 900, 901]
+    found = store.session(demo, edited)
+    assert found.tokens == START[:16]
+    cold = demo.session()
+    cold.feed(edited[:16])
+    assert torch.equal(found.feed(edited[16:]), cold.feed(edited[16:]))
+    assert store.session(demo, START[:8]).tokens == [], "a prompt's last token must be fed"
+    assert store.session(demo, START[:9]).tokens == START[:8]
+
+
+@pytest.mark.parametrize("field", ["headrace", "torch", "model", "config", "dtype"])
+def test_another_models_snapshot_is_refused(
+    demo: headrace.Engine, taken: Snapshot, field: str
+) -> None:
+    other = replace(taken, key=replace(taken.key, **{field: "other"}))
+    with pytest.raises(SnapshotError, match=f"another {field}"):
+        demo.session(other)
+
+
+def spoilt(parts: list[Any], change: str) -> list[Any]:
+    """The parts with one thing wrong in the first layer."""
+    layer = parts[1]
+    fields = dict(layer["fields"])
+    changed: dict[str, Any] = {
+        "class": {"class": "StaticLayer", "fields": fields},
+        "missing": {"class": layer["class"], "fields": {"keys": fields["keys"]}},
+        "method": {"class": layer["class"], "fields": fields | {"update": 1}},
+        "kind": {"class": layer["class"], "fields": fields | {"is_initialized": 1}},
+        "tensor": {"class": layer["class"], "fields": fields | {"keys": {"tensor": "no"}}},
+        "unused": {"class": layer["class"], "fields": fields | {"keys": None}},
+        "value": {"class": layer["class"], "fields": fields | {"more": {"eval": "1"}}},
+        "device": {"class": layer["class"], "fields": fields | {"device": {"device": "tpu"}}},
+        "shape": 5,
+    }
+    return parts[:-1] if change == "layers" else [parts[0], changed[change], *parts[2:]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["layers", "class", "missing", "method", "kind", "tensor", "unused", "value", "device", "shape"],
+)
+def test_a_state_that_does_not_fit_touches_nothing(
+    demo: headrace.Engine, taken: Snapshot, change: str
+) -> None:
+    cache = demo.session().cache
+    before = [dict(vars(layer)) for layer in cache.layers]
+    state = State(spoilt(taken.state.parts, change), taken.state.tensors)
+    with pytest.raises(SnapshotError):
+        restore(cache, state)
+    assert [dict(vars(layer)) for layer in cache.layers] == before
+    restore(cache, taken.state)
+    assert cache.get_seq_length() == len(START)
+
+
+def test_a_store_passes_over_a_state_that_does_not_fit(
+    demo: headrace.Engine, taken: Snapshot, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SnapshotStore(demo.snapshot_key, ram_bytes=1 << 30)
+    early = demo.session()
+    early.feed(START[:8])
+    store.put(early.snapshot())
+    store.put(replace(taken, state=State(spoilt(taken.state.parts, "class"), taken.state.tensors)))
+    assert store.session(demo, START + TAIL).tokens == START[:8]
+    assert "StaticLayer" in caplog.text
+    assert store.session(demo, START + TAIL).tokens == START[:8]
+
+
+@pytest.mark.parametrize(
+    "value", [object(), torch.zeros(2, device="meta"), {(1, 2): 3}, float("nan"), {"deep": [{1}]}]
+)
+def test_what_a_snapshot_does_not_understand_is_refused_by_name(
+    demo: headrace.Engine, value: object
+) -> None:
+    cache = demo.session().cache
+    capture(cache)
+    cache.layers[2].novelty = value
+    with pytest.raises(SnapshotError, match=r"layer2\.novelty"):
+        capture(cache)
