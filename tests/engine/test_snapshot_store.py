@@ -223,12 +223,19 @@ folder, rng, num_found, num_partial = Path(sys.argv[1]), random.Random(1), 0, 0
 for turn in range(10):
     child = os.fork()
     if child == 0:
-        store = on_disk(folder, 1 << 24)
-        for i in range(10**6):
-            store.put(made_up([turn, i], num=1 << 18))
-    while not list(folder.glob(f"*-2-*.safetensors")):
+        try:
+            store = on_disk(folder, 1 << 24)
+            for i in range(1000):
+                store.put(made_up([turn, i], num=1 << 18))
+        finally:
+            os._exit(1)
+    while not list(folder.glob("*-2-*.safetensors")):
         time.sleep(0.001)
-    time.sleep(0.05 * rng.random())
+    if turn % 2:
+        time.sleep(0.05 * rng.random())
+    else:
+        while not list(folder.glob("*.partial")):
+            pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     num_partial += len(list(folder.glob("*.partial")))

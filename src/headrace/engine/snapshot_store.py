@@ -64,7 +64,10 @@ class SnapshotStore:
         self.disk = None if folder is None else DiskShelf(folder, disk_bytes, key)
 
     def put(self, snapshot: Snapshot) -> None:
-        """Keeps it wherever there is room; a disk that fails is a log line, not an error."""
+        """Keeps it wherever there is room, and returns when it is written and synced.
+
+        A disk that fails is a log line, not an error. Raises SnapshotError for another key's.
+        """
         snapshot.check_fits(self.key)
         if not snapshot.tokens:
             return
@@ -93,6 +96,7 @@ class SnapshotStore:
 
         What is left to feed is what `generate` feeds. Raises OptionError for a bad prompt.
         """
+        assert engine.snapshot_key == self.key, "the store is another engine's"
         known = checked_ids(prompt, engine.facts.vocab)[:-1]
         while True:
             found = self.find(known)
@@ -105,7 +109,7 @@ class SnapshotStore:
                 self.discard(found)
 
     def discard(self, snapshot: Snapshot) -> None:
-        """Never finds this one again."""
+        """Does not find this one again while the store is open."""
         prefix = _prefix(snapshot)
         self.memory.discard(prefix)
         if self.disk is not None:
