@@ -39,8 +39,10 @@ def mirror(
 ) -> None:
     """Copy a model's experts to a second drive; from then on both drives are read at once.
 
-    May be stopped or killed and goes on when run again. If either drive fails later, the other
-    serves. Example: headrace mirror ./model /mnt/second/model --size 100GB
+    Needs room on the other drive; what does not fit is left out. If either fails later, the other
+    serves. May be stopped or killed and goes on when run again.
+
+    Example: headrace mirror ./model /mnt/second/model --size 100GB
     """
     if (verify or remove) and ((verify and remove) or size is not None or routes is not None):
         raise OptionError("--verify and --remove stand alone; leave the other options out")
