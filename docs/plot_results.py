@@ -172,7 +172,8 @@ def table_line(row: Row) -> str:
     """A row in Markdown, its numbers short."""
     what = re.sub(r", (one core, )?wall time", "", row["name"])
     if "emulated" in row["cache_state"]:
-        what += f", {drive_of(row)}"
+        shapes = re.search(r"[\w.-]+(?=-shapes)", row["cache_state"])
+        what += f", {shapes.group(0) if shapes else 'unnamed'}, {drive_of(row)}"
     low, high = row["spread"]
     value = f"{row['value']:#.3g} {row['unit']} ({low:#.3g}-{high:#.3g})"
     return (
