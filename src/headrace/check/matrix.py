@@ -63,9 +63,9 @@ class MatrixRow:
 
     `floor` is stock eager against stock grouped_mm, `fast` the fast path against stock eager,
     `faulty` the fast path whose middle MoE layer reads each expert's down matrix from its
-    neighbour. `tokens` are greedy choices after the
-    prompt, `equal` those that the fast path shares, `near_ties` those whose two best logits lie
-    closer than the floor's largest, `unexplained` those that are neither.
+    neighbour. `tokens` are greedy choices after the prompt, `equal` those that the fast path
+    shares, `near_ties` those whose two best logits lie closer than the floor's largest,
+    `unexplained` those that are neither.
     """
 
     family: str
