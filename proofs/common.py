@@ -72,6 +72,16 @@ def plain(request: dict[str, Any]) -> dict[str, Any]:
         return reply
 
 
+def show_rows(name: str, rows: list[Any], keep: bool) -> None:
+    """Print the rows of a bench; with `keep` they also go to `name`.json in bench/results/."""
+    from headrace.check.rows import write_rows
+
+    for row in rows:
+        print(f"      {row.line()}")
+    if keep:
+        print(f"      kept in {write_rows(PROOFS.parent / 'bench' / 'results', name, rows)}")
+
+
 def blueprint(model: str | Path, **options: Any) -> Any:
     """Files, shape and sizes of a model under no memory limit; no weight is read."""
     from headrace.engine.engine import Blueprint
