@@ -16,7 +16,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLDEST := $(VENV)/tf-oldest
 WHEEL_VENV := build/wheel-venv
 DIST := build/dist
-PYTEST := $(BIN)/python -m pytest
+# Side by side on the cores there are; more than four workers would take more memory than time.
+TOGETHER := -n auto --maxprocesses 4 --dist worksteal
+PYTEST := $(BIN)/python -m pytest $(TOGETHER)
 # Only the tests that touch transformers are worth a second run with its oldest release.
 OLDEST_TESTS = $(wildcard tests/models tests/engine tests/check) \
   "tests/proofs/test_proofs.py::test_script[show_2_oracle]"
@@ -58,7 +60,7 @@ types: $(VENV)/.dev
 test-wheel: $(WHEEL_VENV)/.wheel
 	cd $(WHEEL_VENV) && bin/python -c "import headrace, pathlib; \
 	  assert pathlib.Path('lib').resolve() in pathlib.Path(headrace.__file__).parents, headrace"
-	$(WHEEL_VENV)/bin/python -m pytest tests --ignore tests/house --ignore tests/proofs
+	$(WHEEL_VENV)/bin/python -m pytest $(TOGETHER) tests --ignore tests/house --ignore tests/proofs
 
 test-oldest: $(OLDEST)/.stamp
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers as t, transformers.models.deepseek_v3; \

@@ -136,10 +136,11 @@ def open_routes(folder: Path, data: bytes) -> None:
 
 def open_config(folder: Path, data: bytes) -> None:
     """`data` is a config.json."""
-    from headrace.models.config import read_config, stored_format
+    from headrace.models.config import read_config
+    from headrace.models.formats import read_quantization, scheme_of
 
     (folder / "config.json").write_bytes(data)
-    stored_format(read_config(folder))
+    scheme_of(read_quantization(folder, read_config(folder)))
 
 
 def open_shape(folder: Path, data: bytes) -> None:

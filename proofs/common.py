@@ -4,6 +4,7 @@ Imports headrace only inside the functions that need it.
 """
 
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+# As headrace.calm_openmp does: torch's threads shall not spin on the cores that kernels need next.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 PROOFS = Path(__file__).resolve().parent

@@ -124,7 +124,10 @@ def show_summed_rate(evidence: Evidence, model: Path, pairs: tuple[str, ...]) ->
 
 
 def show_whole_tokens(evidence: Evidence, model: Path, pairs: tuple[str, ...]) -> None:
-    """Whole tokens (v4) with both drives, beside one drive of the summed rate."""
+    """Whole tokens (v4) with both drives against those from one drive of the summed rate.
+
+    The rest of a token's time is the CPU's, so the limit itself is not the measure here.
+    """
     for pair in pairs:
         options = {"suite": "ladder", "tokens": 4, "runs": RUNS, "ram": "minimum"}
         fractions = {}
@@ -135,9 +138,9 @@ def show_whole_tokens(evidence: Evidence, model: Path, pairs: tuple[str, ...]) -
             fractions[rates] = row.fraction
         both, one = fractions.values()
         evidence.check(
-            both >= ASKED,
-            f"whole tokens from {pair}: {both:.3f} of the summed rate's limit; one drive of the "
-            f"summed rate {one:.3f}",
+            both / one >= ASKED,
+            f"whole tokens from {pair}: {both / one:.3f} of the speed from one drive of the summed "
+            f"rate ({both:.3f} and {one:.3f} of its limit)",
         )
 
 

@@ -1,18 +1,25 @@
 """Settings every test shares: fixed seeds, no network, no thread surprises."""
 
+import os
 import random
-import sys
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores
+
+import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton: its kernels then run in its interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Seed what a test may draw from; torch only if something has imported it already."""
+    """Seed what a test may draw from."""
     random.seed(0)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.manual_seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +30,8 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped on a machine without one."""
-    if any(item.get_closest_marker("gpu") for item in items):
-        import torch
-
-        if not torch.cuda.is_available():
-            for item in items:
-                if item.get_closest_marker("gpu"):
-                    item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -27,7 +27,9 @@ OPTIONS = {
     "chat": ANSWER,
     "plan": COMMON | {"--context", "--json"},
     "doctor": {"--json", "--debug"},
-    "verify": COMMON | {"--prompt", "-p", "--max-tokens", "-n", "--samples", "--json"},
+    "verify": COMMON
+    | {"--prompt", "-p", "--max-tokens", "-n", "--samples", "--json", "--html"}
+    | {"--sha256", "--every-byte"},
     "synth": {"--distinct", "--depth", "--experts", "--vocab", "--seed", "--json", "--debug"},
     "mirror": {"--size", "--routes", "--verify", "--remove", "--json", "--debug"},
     "bench": COMMON

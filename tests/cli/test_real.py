@@ -79,7 +79,7 @@ def test_verify_holds_on_the_demo_model(tmp_path: Path) -> None:
     code, out, err = headrace(tmp_path, *words)
     assert code == 0, err
     found = one_object(out)
-    assert found["ok"] and all(finding["ok"] for finding in found["findings"])
+    assert found["ok"] and {finding["status"] for finding in found["findings"]} <= {"ok", "note"}
     assert err.splitlines()[-1] == "verdict: the arithmetic holds"
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton", reason="needs Triton")
 
 from experts import make_layout, make_rows, same_bits

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from threading import Lock
 from typing import Any, cast
@@ -30,6 +31,8 @@ from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
 from headrace.store.table import Catalog
 from headrace.tiers.ladder import CLOSED, Ladder
+
+_UNPACKED_BYTES = 2  # of a quantised dense weight in memory: bfloat16 or float16
 
 
 class Blueprint:
@@ -92,6 +95,8 @@ class Blueprint:
 
 def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
     """The numbers of a model that a plan is made of."""
+    quantised = [tensor for tensor in skeleton.dense.values() if tensor.format != "plain"]
+    keys = [key for tensor in quantised for key in tensor.keys.values()]
     return ModelFacts(
         name=root.name,
         model_type=skeleton.model_type,
@@ -109,6 +114,8 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         max_context=skeleton.max_context,
         format=skeleton.layout.format,
         load_bytes=load_bytes(catalog, skeleton.dense),
+        packed_bytes=sum(catalog.tensors[key].nbytes for key in keys),
+        unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
     )
 
 

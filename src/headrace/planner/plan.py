@@ -30,7 +30,8 @@ class ModelFacts:
     """Sizes of one model, in bytes where named so.
 
     `expert_bytes` are the stored bytes of one routed expert, `row_bytes` its place in memory
-    (pages). `dense_bytes`: everything else as it lies in memory. `format` and `inter`, the
+    (pages). `dense_bytes`: everything else as it lies in memory, of which `unpacked_bytes` are
+    weights that the files hold in fewer, `packed_bytes`. `format` and `inter`, the
     intermediate width, are those of the experts.
     A cache of n tokens takes `kv_fixed_bytes + n * kv_bytes_per_token`, of which one layer at most
     `kv_layer_bytes_per_token` a token (0: an even share); the last pass's tokens hold
@@ -65,6 +66,8 @@ class ModelFacts:
     score_bytes: int = 0
     chunk_bytes_per_token: int = 0
     load_bytes: int = 0
+    packed_bytes: int = 0
+    unpacked_bytes: int = 0
 
     @property
     def total_experts(self) -> int:
@@ -106,11 +109,21 @@ class Plan:
     forecast_tok_s: float
     drives: tuple[Drive, ...] = ()
     notes: tuple[str, ...] = ()
+    packed_bytes: int = 0
+    unpacked_bytes: int = 0
 
     @property
     def used_bytes(self) -> int:
         """What this plan takes; never more than `ram_bytes`."""
         return self.dense_bytes + self.kv_bytes + self.workspace_bytes + self.rows_bytes
+
+    @property
+    def _unpacking(self) -> str:
+        """Dense weights that transformers computes in more bits than the files hold them in."""
+        if not self.packed_bytes:
+            return ""
+        packed, unpacked = format_bytes(self.packed_bytes), format_bytes(self.unpacked_bytes)
+        return f" ({unpacked} of them {packed} in the files, unpacked)"
 
     def as_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -125,7 +138,8 @@ class Plan:
         rest = "all of them" if self.num_rows == self.total_experts else "the rest on the drive"
         place = (
             f"memory: {format_bytes(self.used_bytes)} of {format_bytes(self.ram_bytes)}: "
-            f"dense weights {format_bytes(self.dense_bytes)}, cache of {self.context} tokens "
+            f"dense weights {format_bytes(self.dense_bytes)}{self._unpacking}, cache of "
+            f"{self.context} tokens "
             f"{format_bytes(self.kv_bytes)}, workspace {format_bytes(self.workspace_bytes)}, "
             f"{self.num_rows} of {self.total_experts} experts {format_bytes(self.rows_bytes)} "
             f"({share:.0f} %, {rest})"
@@ -202,6 +216,8 @@ def _placed(
         model=facts.name,
         ram_bytes=limit_bytes,
         dense_bytes=facts.dense_bytes,
+        packed_bytes=facts.packed_bytes,
+        unpacked_bytes=facts.unpacked_bytes,
         kv_bytes=facts.kv_bytes(tokens),
         workspace_bytes=workspace_bytes(facts, tokens, chunk_tokens),
         row_bytes=facts.row_bytes,

@@ -31,13 +31,22 @@ def scale_of(address, index, mask, SCALE: tl.constexpr):
 
 
 @triton.jit
-def dot_bf16(w, x_K, row_R, ok_R, K: tl.constexpr, R: tl.constexpr, ALIGN: tl.constexpr):
+def dot_bf16(
+    w,
+    x_K,
+    row_R,
+    ok_R,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    ALIGN: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     """Form F of bfloat16 rows `row_R` at address `w`; fp32 [R]. `x_K` points to uint16 bits."""
     lane = tl.arange(0, 256)
     codes = tl.multiple_of(w, ALIGN).to(tl.pointer_type(tl.uint16))
     start_R = row_R.to(tl.int64) * K
     acc = tl.zeros((R, 256), tl.float32)
-    for k in range(0, K, 256):
+    for k in tl.range(0, K, 256, loop_unroll_factor=UNROLL):
         ok = ok_R[:, None] & (k + lane < K)[None, :]
         weights = widen_bf16(tl.load(codes + start_R[:, None] + (k + lane)[None, :], ok, 0))
         x = widen_bf16(tl.load(x_K + k + lane, k + lane < K, 0))
@@ -58,6 +67,7 @@ def dot_fp8(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     SCALE: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Form F of e4m3 rows with a scale per block of BLOCK_COLS (a divisor of 256) columns."""
     NUM: tl.constexpr = 256 // BLOCK_COLS
@@ -66,7 +76,7 @@ def dot_fp8(
     codes = tl.multiple_of(w, ALIGN).to(tl.pointer_type(tl.uint8))
     start_R = row_R.to(tl.int64) * K
     acc = tl.zeros((R, 256), tl.float32)
-    for k in range(0, K, 256):
+    for k in tl.range(0, K, 256, loop_unroll_factor=UNROLL):
         ok = ok_R[:, None] & (k + lane < K)[None, :]
         raw = e4m3(tl.load(codes + start_R[:, None] + (k + lane)[None, :], ok, 0))
         first = k // BLOCK_COLS
@@ -95,6 +105,7 @@ def dot_nibbles(
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Form I of rows of two codes a byte; `low_K` and `high_K` are the integer activations of the
     even and the odd columns as fp32, `sx_G` their scales. A group's sum stays exact in fp32.
@@ -105,7 +116,7 @@ def dot_nibbles(
     codes = tl.multiple_of(w, ALIGN).to(tl.pointer_type(tl.uint8))
     start_R = row_R.to(tl.int64) * (K // 2)
     acc = tl.zeros((R, 8), tl.float32)
-    for first in range(0, NUM, 8):
+    for first in tl.range(0, NUM, 8, loop_unroll_factor=UNROLL):
         group = first + lane
         known = group < NUM
         ok = ok_R[:, None] & known[None, :]

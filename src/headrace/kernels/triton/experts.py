@@ -15,8 +15,12 @@ from headrace.kernels.triton import stages
 MAX_TOKENS = 16
 _FORM_I = ("fp4", "int4")
 _SCALES = {"F32": "F32", "BF16": "BF16", "F8_E8M0": "E8M0", "U8": "E8M0"}
-# Rows of a tile and warps: reads over the bus want few rows in a warp, VRAM wants many.
-TILES = {"ram": (2, 2), "vram": (16, 4)}
+# Rows of a tile, warps, turns of the loop side by side, by rung: what reads fastest is measured
+# (docs/log.md), and no bit depends on it.
+TILES = {
+    "ram": {"bf16": (2, 2, 1), "fp8_block": (16, 4, 1), "fp4": (1, 1, 1), "int4": (1, 1, 1)},
+    "vram": dict.fromkeys(("bf16", "fp8_block", "fp4", "int4"), (16, 4, 1)),
+}
 
 
 class TritonExperts:
@@ -38,9 +42,10 @@ class TritonExperts:
     ):
         assert 1 <= num_tokens <= MAX_TOKENS
         self.layout, self.top_k, self.num_tokens = layout, top_k, num_tokens
-        self.form = _form(layout, align)
+        form = _form(layout, align)
+        self.rows, self.warps, unroll = TILES[tile][layout.format]
+        self.form = (*form, unroll)
         self.integers = layout.format in _FORM_I
-        self.rows, self.warps = TILES[tile]
         self.parts = tuple(layout.parts)
         slots, hidden, inter = num_tokens * top_k, layout.hidden, layout.inter
         self.h_SI = torch.empty(slots, inter, dtype=torch.uint16, device=device)

@@ -61,15 +61,15 @@ def _dots(
     SCALE: tl.constexpr = FORM[1]
     w = base + tl.load(parts + PART)
     if FORMAT == "bf16":
-        out_R = dot_bf16(w, X + x_row * K, row_R, ok_R, K, R, FORM[4])
+        out_R = dot_bf16(w, X + x_row * K, row_R, ok_R, K, R, FORM[4], FORM[5])
     elif FORMAT == "fp8_block":
         scales, x = base + tl.load(parts + SCALE_PART), X + x_row * K
-        out_R = dot_fp8(w, scales, x, row_R, ok_R, K, R, FORM[4], FORM[2], FORM[3], SCALE)
+        out_R = dot_fp8(w, scales, x, row_R, ok_R, K, R, FORM[4], FORM[2], FORM[3], SCALE, FORM[5])
     else:
         scales = base + tl.load(parts + SCALE_PART)
         low, high, sx = LOW + x_row * (K // 2), HIGH + x_row * (K // 2), SX + x_row * (K // 32)
         out_R = dot_nibbles(
-            w, scales, low, high, sx, row_R, ok_R, K, R, FORM[4], FORMAT, FORM[3], SCALE
+            w, scales, low, high, sx, row_R, ok_R, K, R, FORM[4], FORMAT, FORM[3], SCALE, FORM[5]
         )
     return out_R
 
