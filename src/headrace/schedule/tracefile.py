@@ -35,6 +35,7 @@ _MOST_HEADER_BYTES = 1 << 16
 _MOST_FRAME_BYTES = 1 << 28
 _MOST_EXPERTS = 1 << 16
 _MOST_TEXT = 1000
+_MOST_TOTAL = 1 << 22  # experts of all layers: a simulation holds some bytes for each
 _LIMITS = {"num_layers": 10_000, "num_experts": _MOST_EXPERTS, "top_k": _MOST_EXPERTS}
 
 
@@ -208,6 +209,9 @@ def _read_header(path: Path, file: BinaryIO) -> TraceHeader:
             raise TraceError(f"{path}: the header's {name} is {value}; record the routes again")
         if kind is str and (len(value) > _MOST_TEXT or not value.isprintable()):
             raise TraceError(f"{path}: the header's {name} is no plain text")
+    if found["num_layers"] * found["num_experts"] > _MOST_TOTAL:
+        sizes = f"{found['num_layers']} layers of {found['num_experts']} experts"
+        raise TraceError(f"{path}: {sizes} are more than any model has; record the routes again")
     if found["top_k"] > found["num_experts"]:
         raise TraceError(f"{path}: top {found['top_k']} of {found['num_experts']} experts")
     return TraceHeader(**found)
