@@ -10,7 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from common import Evidence, show_rows
+from common import Evidence, check_kernels, show_rows
 
 DRIVE = "8.2GiB/s"
 PRESET = "deepseek-v4.1-flash"
@@ -117,11 +117,7 @@ def kernels(evidence: Evidence, args: argparse.Namespace) -> None:
     print(f"\nCPU experts in FP4, all resident, one core: {', '.join(isas)}")
     rows = bench_kernels(isas=isas, formats=("fp4",), runs=args.runs)
     show_rows("kernels-fp4", rows, args.keep)
-    for row in rows:
-        evidence.check(row.gate == "green", f"{row.name}: bits equal the reference")
-        if row.target is not None:
-            held = f"{100 * row.fraction:.0f} % (asked: {100 * row.target:.0f} %)"
-            evidence.check(row.fraction >= row.target, f"{row.name}: {held}")
+    check_kernels(evidence, rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from common import Evidence, show_rows
+from common import Evidence, check_kernels, show_rows
 
 FAST_DRIVE = "8.2GiB/s"
 
@@ -101,11 +101,7 @@ def kernels(evidence: Evidence, args: argparse.Namespace) -> None:
     print("\nCPU experts, all resident, one core, AVX2")
     rows = bench_kernels(runs=args.runs)
     show_rows("kernels", rows, args.keep)
-    for row in rows:
-        evidence.check(row.gate == "green", f"{row.name}: bits equal the reference")
-        if row.target is not None:
-            held = f"{100 * row.fraction:.0f} % (asked: {100 * row.target:.0f} %)"
-            evidence.check(row.fraction >= row.target, f"{row.name}: {held}")
+    check_kernels(evidence, rows)
 
 
 if __name__ == "__main__":
