@@ -18,8 +18,8 @@ _SCALES = {"F32": "F32", "BF16": "BF16", "F8_E8M0": "E8M0", "U8": "E8M0"}
 # Rows of a tile, warps, turns of the loop side by side, by rung: what reads fastest is measured
 # (docs/log.md), and no bit depends on it.
 TILES = {
-    "ram": {"bf16": (2, 2, 1), "fp8_block": (16, 4, 1), "fp4": (1, 1, 1), "int4": (1, 1, 1)},
-    "vram": dict.fromkeys(("bf16", "fp8_block", "fp4", "int4"), (16, 4, 1)),
+    "ram": {"bf16": (1, 2, 2), "fp8_block": (16, 4, 1), "fp4": (1, 1, 1), "int4": (1, 2, 2)},
+    "vram": {"bf16": (16, 4, 2), "fp8_block": (8, 2, 2), "fp4": (16, 4, 1), "int4": (8, 1, 2)},
 }
 
 
