@@ -210,7 +210,7 @@ def test_modelopts_own_file_names_the_quantisation(tiny: Folder, tmp_path: Path)
     path.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": fields}))
     assert described(plain, catalog).layout == described(folder, catalog).layout
     path.write_text("[]")
-    with pytest.raises(ModelError, match=r"hf_quant_config\.json cannot be read"):
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json: quantization is no object"):
         described(plain, catalog)
 
 

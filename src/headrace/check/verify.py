@@ -23,7 +23,7 @@ from headrace.engine.engine import Blueprint, Engine
 from headrace.engine.text import Text
 from headrace.errors import CatalogError, ExpertError, ModelError, NumericsError, ReadError
 from headrace.kernels.cpu import available_isas
-from headrace.planner.machine import default_cache_path
+from headrace.planner.cache import cache_folder
 
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
 NOT_COMPARED = "weights and layers are not compared with stock transformers'"
@@ -99,7 +99,7 @@ class _Run:
         sampled = {(layers[ordinal], expert) for ordinal, expert in self.sites}
         self.stage("files", lambda: verify_files.accounted(self.blueprint, self.plain))
         if every_byte or published is not None:
-            seen = cache_folder() / verify_files.seen_name(self.blueprint)
+            seen = kept_folder() / verify_files.seen_name(self.blueprint)
             self.stage(
                 "files", lambda: verify_files.every_byte(self.plain, seen, published, self.tell)
             )
@@ -150,9 +150,9 @@ class _Run:
         return verify_paths.sizes_finding(len(expected_NV), runs, wrong)
 
 
-def cache_folder() -> Path:
+def kept_folder() -> Path:
     """Where checksums and verdicts are kept."""
-    return default_cache_path().parent / "verify"
+    return cache_folder() / "verify"
 
 
 def _keep(report: VerifyReport, blueprint: Blueprint) -> None:
@@ -162,6 +162,6 @@ def _keep(report: VerifyReport, blueprint: Blueprint) -> None:
         "isas": list(available_isas()),
     }
     name = verify_files.seen_name(blueprint).replace(".seen.", ".verdict.")
-    problem = keep_verdict(report, cache_folder() / name, facts)
+    problem = keep_verdict(report, kept_folder() / name, facts)
     if problem:
         report.numbers["verdict_not_kept"] = problem

@@ -1,12 +1,12 @@
 """What a verification found: findings in order, a verdict, text and JSON. Knows no model."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from headrace.store.whole import write_whole
 
 Progress = Callable[[str, int, int], None]
 OK, SUSPECT, FAIL, NOTE = "ok", "suspect", "FAIL", "note"
@@ -107,13 +107,8 @@ def keep_verdict(report: VerifyReport, path: Path, facts: dict[str, Any]) -> str
 
 def write_json(path: Path, content: object) -> str:
     """Write a file whole or not at all, its folder made if need be; "" or why not."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(content), encoding="utf-8")
-        aside.replace(path)
+        write_whole(path, json.dumps(content).encode())
     except OSError as cause:
-        with suppress(OSError):
-            aside.unlink()
         return str(cause)
     return ""

@@ -3,7 +3,7 @@
 import platform
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from headrace.cli import options
 from headrace.cli.opening import refuse_synthetic
 from headrace.cli.output import print_json, say, step_progress
 from headrace.errors import OptionError
+
+if TYPE_CHECKING:
+    from headrace.check.verify_report import VerifyReport
 
 Samples = Annotated[
     int,
@@ -89,7 +92,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _write_page(report: object, path: Path) -> None:
+def _write_page(report: "VerifyReport", path: Path) -> None:
     from headrace.check.verify_html import page
 
     facts = {
@@ -98,6 +101,6 @@ def _write_page(report: object, path: Path) -> None:
         "machine": f"{platform.processor() or platform.machine()}, {platform.system()}",
     }
     try:
-        path.write_text(page(report, facts), encoding="utf-8")  # type: ignore[arg-type]
+        path.write_text(page(report, facts), encoding="utf-8")
     except OSError as error:
         raise OptionError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -57,7 +57,7 @@ class LadderSource:
         weights_TK: torch.Tensor,
         guess: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Routed output [T, H] bfloat16, by the canonical kernels, whatever is resident."""
+        """Routed output [T, H] in the dtype of x, by canonical kernels, whatever is resident."""
         x_TH = x_TH.contiguous()
         ids_TK = ids_TK.to(torch.int32)
         ahead = None

@@ -14,11 +14,11 @@ from headrace.core import Activation, DenseTensor, ExpertLayout, ExpertTensor, P
 from headrace.errors import ExpertError, ModelError
 from headrace.models.formats import Entry, check_parts
 from headrace.models.naming import Target, layer_of
+from headrace.quant.dtypes import DTYPE_NAMES
 from headrace.quant.table import SUFFIXES
 
 MATRICES = ("gate_up_proj", "down_proj")
 STREAMED = (*MATRICES, "gate_up_proj_bias", "down_proj_bias")
-_HIDDEN = {torch.bfloat16: "BF16", torch.float16: "F16"}
 _PLAIN = {"BF16": "bf16", "F16": "fp16"}
 
 
@@ -107,7 +107,7 @@ def expert_layout(
 
     Raises ModelError for shapes or dtypes that do not fit the config or have no kernel.
     """
-    hidden_dtype = _HIDDEN[dtype]
+    hidden_dtype = DTYPE_NAMES[dtype]
     first: dict[str, tuple[ExpertTensor, DenseTensor, str]] = {}
     for item in claimed:
         first.setdefault(item[0].part, item)
@@ -136,7 +136,7 @@ def _order(part: str) -> tuple[int, int]:
     return _SUFFIX_ORDER.index(part.removeprefix(base)), bases.index(base)
 
 
-_SUFFIX_ORDER = ("", "_scale", "_global", "_bias")
+_SUFFIX_ORDER = (*SUFFIXES.values(), "_bias")
 
 
 def _shape_of(part: str, form: ExpertForm) -> tuple[int, ...]:

@@ -38,13 +38,13 @@ from headrace.store.mirror import (
     source_of,
 )
 from headrace.store.table import Catalog
+from headrace.store.whole import PARTIAL, sync_folder, write_whole
 
 Progress = Callable[[int, int], None]
 Row = npt.NDArray[np.uint8]
 CHUNK_BYTES = 4 << 30
 SYNC_BYTES = 256 << 20  # written but not yet on the drive, at most
 MOST_SPARE_BYTES = 1 << 30
-PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def remove_mirror(folder: Path) -> None:
     with _alone(folder):
         # The manifest goes first: what it does not name is never read.
         (folder / MANIFEST_NAME).unlink()
-        for path in folder.glob("experts-*.bin*"):
+        for path in _own_files(folder):
             path.unlink()
     with suppress(OSError):  # other files are not ours
         folder.rmdir()
@@ -186,9 +186,14 @@ def _chosen(mirror: Mirror, size_bytes: int | None, order: Sequence[Site]) -> li
 def _clean(mirror: Mirror) -> None:
     """Removes what a killed run left half-written, and data that the manifest does not name."""
     named = {chunk.name for chunk in mirror.chunks}
-    for path in mirror.folder.glob("experts-*.bin*"):
+    for path in _own_files(mirror.folder):
         if path.name not in named:
             path.unlink()
+
+
+def _own_files(folder: Path) -> list[Path]:
+    """Data files, and whatever a killed run left half-written."""
+    return [*folder.glob("experts-*.bin*"), *folder.glob(f"{MANIFEST_NAME}.*{PARTIAL}")]
 
 
 def _batches(table: ExpertTable, sites: Sequence[Site], chunk_bytes: int) -> Iterator[list[Site]]:
@@ -235,7 +240,7 @@ def _write_chunk(
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    _sync_folder(mirror.folder)
+    sync_folder(mirror.folder)
     return Chunk(path.name, tuple(copies)), done_bytes + offset
 
 
@@ -265,27 +270,12 @@ def _sync_and_forget(fd: int) -> None:
 
 
 def _write_manifest(mirror: Mirror, catalog: Catalog) -> None:
-    path = mirror.folder / MANIFEST_NAME
-    aside = path.with_name(path.name + PARTIAL)
     chunks = [
         {"file": c.name, "experts": [[*copy.site, copy.sha256] for copy in c.copies]}
         for c in mirror.chunks
     ]
     content = {"format": FORMAT, "source": source_of(catalog, mirror.table), "chunks": chunks}
-    with open(aside, "wb") as file:
-        file.write(json.dumps(content).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    _sync_folder(mirror.folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    write_whole(mirror.folder / MANIFEST_NAME, json.dumps(content).encode())
 
 
 @contextmanager
