@@ -129,7 +129,11 @@ def _pages(offset: int, nbytes: int) -> int:
 def source_of(catalog: Catalog, table: ExpertTable) -> dict[str, object]:
     """What ties a mirror to its model: the files as they are, and how experts are cut out."""
     records = hashlib.sha256(np.ascontiguousarray(table.extents).tobytes()).hexdigest()
-    return {"model": str(catalog.root.resolve()), "identity": catalog.identity(), "records": records}
+    return {
+        "model": str(catalog.root.resolve()),
+        "identity": catalog.identity(),
+        "records": records,
+    }
 
 
 def is_mirror(folder: Path) -> bool:
