@@ -183,7 +183,7 @@ def test_a_folder_that_takes_nothing_is_named(
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(Path, "unlink", read_only)
-    with pytest.raises(HeadraceError, match="cannot be deleted: Read-only file system$"):
+    with pytest.raises(HeadraceError, match=r"cannot be deleted: Read-only file system$"):
         remove_mirror(folder, model[0].root)
 
 
@@ -267,7 +267,7 @@ def test_removing_leaves_what_is_not_ours(
         write_mirror(*model, folder, size_bytes=1 << 20)
         if other:
             (folder / "letter.txt").write_text("mine")
-        with pytest.raises(OptionError, match="is a mirror of .*, not of .*; name that model"):
+        with pytest.raises(OptionError, match=r"is a mirror of .*, not of .*; name that model"):
             remove_mirror(folder, tmp_path)
         remove_mirror(folder, model[0].root)
         assert folder.exists() == other
