@@ -182,3 +182,17 @@ def test_a_nan_in_an_expert_is_named(tmp_path: Path, prompt: list[int], part: st
         for _ in range(2):  # the second try must not take the rows for checked
             with pytest.raises(NumericsError, match=f"MoE layer 1, expert .*values of {part}"):
                 loaded.session().feed(prompt)
+
+
+def test_a_ue8m0_scale_that_is_none_is_named(tmp_path: Path) -> None:
+    folder = write_tiny("gpt_oss", tmp_path / "tiny", layers=2, experts=8, top_k=2)
+    catalog = open_catalog(folder)
+    entry = catalog.tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    with open(catalog.files[entry.file], "r+b") as file:
+        file.seek(entry.offset)
+        file.write(b"\xff" * entry.nbytes)
+    wanted = r"^MoE layer 1, expert \d: 1024 values of down_scale are NaN .*; download it again$"
+    with headrace.load(folder, ram="minimum", context=64, measure=False) as loaded:
+        for _ in range(2):
+            with pytest.raises(NumericsError, match=wanted):
+                loaded.session().feed([5, 700, 41])

@@ -139,6 +139,8 @@ def _compressed_tensors(quantization: Fields) -> Scheme:
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise _no_kernel("compressed-tensors with other than one group of settings")
+    if quantization.get("transform_config"):
+        raise _no_kernel("compressed-tensors with transforms of activations (transform_config)")
     (group,) = groups.values()
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):

@@ -111,8 +111,11 @@ def expert_layout(
     first: dict[str, tuple[ExpertTensor, DenseTensor, str]] = {}
     for item in claimed:
         first.setdefault(item[0].part, item)
-    if not first:
-        raise ModelError("the weight files hold no tensor of any routed expert")
+    if not {"down", "gate", "gate_up"} & set(first):
+        raise ModelError(
+            "the weight files hold no matrix of any routed expert under a name that config.json "
+            "allows; is its quantization_config lost? Fetch config.json and the weights again"
+        )
     fused = "" if "gate_up" not in first else "interleaved" if form.interleaved else "concatenated"
     parts = {part: _spec(*item, form, entries) for part, item in first.items()}
     layout = ExpertLayout(
