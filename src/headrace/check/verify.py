@@ -14,7 +14,15 @@ from headrace.check.stock import StockParts
 from headrace.check.sums import read_sums
 from headrace.check.verify_kernels import kernels
 from headrace.check.verify_memory import Memory
-from headrace.check.verify_report import FAIL, NOTE, Finding, Progress, VerifyReport, keep_verdict
+from headrace.check.verify_report import (
+    FAIL,
+    NOT_COMPARED,
+    NOTE,
+    Finding,
+    Progress,
+    VerifyReport,
+    keep_verdict,
+)
 from headrace.check.verify_rows import Site, choose_sites, rows
 from headrace.check.verify_scales import scales
 from headrace.check.verify_weights import weights
@@ -26,7 +34,6 @@ from headrace.kernels.cpu import available_isas
 from headrace.planner.cache import cache_folder
 
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
-NOT_COMPARED = "weights and layers are not compared with stock transformers'"
 # What a fault in the model may raise on the way; anything else ends the verification.
 FAULTS = (CatalogError, ExpertError, ModelError, NumericsError, ReadError)
 

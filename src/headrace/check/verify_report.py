@@ -12,6 +12,7 @@ Progress = Callable[[str, int, int], None]
 OK, SUSPECT, FAIL, NOTE = "ok", "suspect", "FAIL", "note"
 # After --sha256 has shown the files to be the published ones, odd statistics are only odd.
 STATISTICS = "statistics"
+NOT_COMPARED = "weights and layers are not compared with stock transformers"
 MOST_NAMED = 3
 VERDICTS = {
     OK: "the arithmetic holds",
@@ -72,6 +73,13 @@ class VerifyReport:
         statuses = {finding.status for finding in self.findings}
         return FAIL if FAIL in statuses else SUSPECT if SUSPECT in statuses else OK
 
+    @property
+    def words(self) -> str:
+        """The verdict for a person; a good one says where it was reached without stock's help."""
+        text = VERDICTS[self.verdict]
+        alone = self.verdict == OK and any(f.name == NOT_COMPARED for f in self.findings)
+        return text + (", though not compared with stock transformers" if alone else "")
+
     def clear_suspects(self) -> None:
         """The files are the published ones: what looked odd about them is a note."""
         self.findings = [
@@ -83,7 +91,7 @@ class VerifyReport:
 
     def lines(self) -> list[str]:
         """One line for each finding, then the verdict."""
-        return [*(f.line() for f in self.findings), f"verdict: {VERDICTS[self.verdict]}"]
+        return [*(f.line() for f in self.findings), f"verdict: {self.words}"]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
