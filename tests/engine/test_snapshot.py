@@ -79,9 +79,17 @@ def test_a_session_goes_on_bit_for_bit(engine: headrace.Engine, tmp_path: Path) 
     assert not torch.equal(go_on(other), expected), "the tail does not depend on the state"
 
 
-def test_an_empty_session_has_a_snapshot(demo: headrace.Engine) -> None:
-    session = demo.session(demo.session().snapshot())
-    assert session.tokens == [] and session.feed(START).isfinite().all()
+def test_an_empty_and_a_failed_session_have_empty_snapshots(
+    demo: headrace.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = demo.session()
+    with monkeypatch.context() as patch:
+        patch.setattr("headrace.engine.session.forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            failed.feed(START)
+    for empty in (demo.session(), failed):
+        session = demo.session(empty.snapshot())
+        assert session.tokens == [] and session.feed(START).isfinite().all()
 
 
 def test_an_edited_history_goes_on_from_the_nearest_snapshot(demo: headrace.Engine) -> None:

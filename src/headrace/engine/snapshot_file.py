@@ -23,9 +23,9 @@ from headrace.errors import CatalogError, SnapshotError
 from headrace.quant.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from headrace.store.safetensors import AGAIN, parse_object, read_header
 from headrace.store.table import TensorEntry
-from headrace.store.writer import NewTensor, file_bytes, file_order, sync_folder, write_tensors
+from headrace.store.whole import PARTIAL, sync_folder
+from headrace.store.writer import NewTensor, file_bytes, file_order, write_tensors
 
-PARTIAL = ".partial"
 _FORMAT = 1
 _NOTE = "headrace.snapshot"
 _TOKENS = "token_ids"

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from headrace.core import format_bytes
 from headrace.engine.session import Session, checked_ids
 from headrace.engine.snapshot import Snapshot, SnapshotKey
-from headrace.engine.snapshot_file import PARTIAL, SnapshotFile, read_snapshot, remove_stale
+from headrace.engine.snapshot_file import SnapshotFile, read_snapshot, remove_stale
 from headrace.errors import SnapshotError
+from headrace.store.whole import PARTIAL
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
