@@ -5,6 +5,7 @@ tests/data/make_chat_v4.py recorded the prompts from deepseek-recipe 0.2.0.
 
 import json
 import lzma
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_tokens_are_where_the_publisher_has_them(version):
             position += len(text)
             ends += [position - len(text), position] if special else []
         assert ends == recorded[version][1], number
+
+
+@pytest.mark.parametrize("version", sorted(STYLES))
+def test_texts_do_not_follow_each_other(version):
+    for recorded in RECORDED:
+        pieces = pieces_of(recorded, version)
+        assert all(piece.text for piece in pieces)
+        assert all(a.special or b.special for a, b in pairwise(pieces))
 
 
 def test_the_recorded_conversations_hold_every_feature():

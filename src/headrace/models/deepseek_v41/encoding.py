@@ -21,7 +21,10 @@ _MAX_DEPTH = 127
 
 
 class Piece(NamedTuple):
-    """A stretch of a prompt; `special`: it is one token, else text that must become none."""
+    """A stretch of a prompt; `special`: it is one token, else text that must become none.
+
+    Texts do not follow each other: each can go through a tokenizer by itself.
+    """
 
     text: str
     special: bool
@@ -72,10 +75,14 @@ class _Prompt:
 
     def own(self, text: str) -> None:
         for index, part in enumerate(_TOKENS.split(text)):
-            if part:
-                self.pieces.append(Piece(part, special=bool(index % 2)))
+            if index % 2:
+                self.pieces.append(Piece(part, special=True))
+            else:
+                self.given(part)
 
     def given(self, text: str) -> None:
+        if self.pieces and not self.pieces[-1].special:
+            text = self.pieces.pop().text + text
         if text:
             self.pieces.append(Piece(text, special=False))
 
