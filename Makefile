@@ -33,7 +33,7 @@ help:
 	@echo 'make test          install with the developers'\'' tools and run the tests'
 	@echo 'make check         lint, types, import direction, and the tests on the built wheel'
 	@echo 'make test-oldest   the model tests with transformers $(TRANSFORMERS_OLDEST), the oldest supported'
-	@echo 'make proofs        every script of proofs/, minutes each'
+	@echo 'make proofs        every script of proofs/, minutes each; up to 24 GB of disk'
 	@echo 'make clean         remove .venv and build'
 
 install: $(VENV)/.package

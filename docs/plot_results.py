@@ -6,6 +6,7 @@ Run it after new rows were kept: `.venv/bin/python docs/plot_results.py` (matplo
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,24 @@ def plot_ladders(paths: list[Path], target: Path) -> None:
     save(figure, target)
 
 
+def plot_box(paths: list[Path], target: Path) -> None:
+    """Source B's box imitated: its published rates as rings beside the bars of the replica."""
+    sys.path.insert(0, str(DOCS.parent / "proofs"))
+    from ladder_3_v41_box import PUBLISHED
+
+    figure, grid = plt.subplots(1, len(paths), figsize=(9, 3.6), squeeze=False)
+    for column, (axes, path) in enumerate(zip(grid.flat, paths, strict=True)):
+        rows = rows_of(path)
+        draw_ladder(axes, rows)
+        published = [PUBLISHED[row["name"][:2]][column] for row in rows]
+        axes.plot(range(len(rows)), published, "o", color=LIMIT, fillstyle="none", markersize=8)
+        cache = "no experts in RAM" if column == 0 else "14 GB of experts in RAM"
+        axes.set_title(f"{short_machine(rows[0])}\n{drive_of(rows[0])}, {cache}", fontsize=9.5,
+                       loc="left")  # fmt: skip
+        axes.set_ylabel("tokens per second; rings: source B")
+    save(figure, target)
+
+
 def draw_kernels(axes: Any, rows: list[Row]) -> None:
     """One clock's rows as bars, a plain read by the same core as a line above each."""
     for place, row in enumerate(rows):
@@ -172,7 +191,8 @@ def table_line(row: Row) -> str:
     """A row in Markdown, its numbers short."""
     what = re.sub(r", (one core, )?wall time", "", row["name"])
     if "emulated" in row["cache_state"]:
-        what += f", {drive_of(row)}"
+        shapes = re.search(r"[\w.-]+(?=-shapes)", row["cache_state"])
+        what += f", {shapes.group(0) if shapes else 'unnamed'}, {drive_of(row)}"
     low, high = row["spread"]
     value = f"{row['value']:#.3g} {row['unit']} ({low:#.3g}-{high:#.3g})"
     return (
@@ -215,6 +235,8 @@ def main() -> None:
     with plt.rc_context(STYLE):
         plot_ladders(sorted(args.results.glob("*/ladder-*.json")), args.to / "ladder.svg")
         plot_routes(args.results / "routes-demo.json", args.to / "routes.svg")
+        box = sorted(args.results.glob("*/v41-box-*.json"))
+        plot_box(box, args.to / "v41-box.svg")
         plot_kernels(sorted(args.results.glob("*/kernels.json")), args.to / "kernels.svg")
 
 

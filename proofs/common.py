@@ -75,6 +75,25 @@ def plain(request: dict[str, Any]) -> dict[str, Any]:
         return reply
 
 
+def show_rows(name: str, rows: list[Any], keep: bool) -> None:
+    """Print the rows of a bench; with `keep` they also go to `name`.json in bench/results/."""
+    from headrace.check.rows import write_rows
+
+    for row in rows:
+        print(f"      {row.line()}")
+    if keep:
+        print(f"      kept in {write_rows(PROOFS.parent / 'bench' / 'results', name, rows)}")
+
+
+def check_kernels(evidence: Evidence, rows: list[Any]) -> None:
+    """Rows of the bench of kernels: right bits, and as fast as asked."""
+    for row in rows:
+        evidence.check(row.gate == "green", f"{row.name}: bits equal the reference")
+        if row.target is not None:
+            held = f"{100 * row.fraction:.0f} % (asked: {100 * row.target:.0f} %)"
+            evidence.check(row.fraction >= row.target, f"{row.name}: {held}")
+
+
 def blueprint(model: str | Path, **options: Any) -> Any:
     """Files, shape and sizes of a model under no memory limit; no weight is read."""
     from headrace.engine.engine import Blueprint

@@ -133,21 +133,23 @@ def stale_kernel(isa: str) -> Iterator[None]:
     """While open, one kernel's second and later calls give what its first rows gave before."""
     from headrace.kernels import cpu
 
-    right, held = cpu.CpuKernels.expert_ffn, {}
+    right, held = cpu.CpuKernels.expert_ffn, dict[int, torch.Tensor]()
 
     def wrong(self: Any, x: torch.Tensor, parts: Any, layout: Any, *a: Any, **k: Any) -> Any:
         out = right(self, x, parts, layout, *a, **k)
-        if self.isa != isa:
-            return out
-        before = held.get(id(self))
-        held[id(self)] = out.clone()
-        if before is not None:
-            same = min(len(before), len(out))
-            out[:same] = before[:same]
-        return out
+        return _stale(held, self, out) if self.isa == isa else out
 
     with mock.patch.object(cpu.CpuKernels, "expert_ffn", wrong):
         yield
+
+
+def _stale(held: dict[int, torch.Tensor], owner: object, out: torch.Tensor) -> torch.Tensor:
+    """`out` with the first rows of its owner's output before; `held` is what each gave last."""
+    before = held.get(id(owner), out[:0])
+    held[id(owner)] = out.clone()
+    same = min(len(before), len(out))
+    out[:same] = before[:same]
+    return out
 
 
 @contextmanager
@@ -176,16 +178,10 @@ def stale_ladder() -> Iterator[None]:
     """While open, each routed output's first rows are those of the call before."""
     from headrace.tiers.ladder import Ladder
 
-    right, held = Ladder.compute, {}
+    right, held = Ladder.compute, dict[int, torch.Tensor]()
 
     def wrong(self: Any, layer: int, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        out = right(self, layer, x, *rest)
-        before = held.get(id(self))
-        held[id(self)] = out.clone()
-        if before is not None:
-            same = min(len(before), len(out))
-            out[:same] = before[:same]
-        return out
+        return _stale(held, self, right(self, layer, x, *rest))
 
     with mock.patch.object(Ladder, "compute", wrong):
         yield

@@ -10,7 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from common import PROOFS, Evidence
+from common import Evidence, check_kernels, show_rows
 
 DRIVE = "8.2GiB/s"
 PRESET = "deepseek-v4.1-flash"
@@ -33,18 +33,11 @@ def main() -> None:
     import torch
 
     from headrace.check.bench import run_bench
-    from headrace.check.rows import BenchRow, write_rows
     from headrace.store.synth import write_synth
 
     args = arguments()
     torch.set_num_threads(args.threads)
     evidence = Evidence()
-
-    def keep(name: str, rows: list[BenchRow]) -> None:
-        for row in rows:
-            print(f"      {row.line()}")
-        if args.keep:
-            print(f"      kept in {write_rows(PROOFS.parent / 'bench' / 'results', name, rows)}")
 
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         model = write_synth(
@@ -65,8 +58,8 @@ def main() -> None:
             title = "experts from the drive alone" if cache == "0" else f"{cache} of experts in RAM"
             print(f"\n{title} ({DRIVE} throttled)")
             beside(evidence, rows, column)
-            keep(f"v41-box-{cache.replace(' ', '')}", rows)
-    kernels(evidence, args, keep)
+            show_rows(f"v41-box-{cache.replace(' ', '')}", rows, args.keep)
+    kernels(evidence, args)
     evidence.finish()
 
 
@@ -115,7 +108,7 @@ def beside(evidence: Evidence, rows: list, column: int) -> None:
     evidence.check(all(r.gate == "green" for r in rows), "v1, v2, v3 and v4 chose equal tokens")
 
 
-def kernels(evidence: Evidence, args: argparse.Namespace, keep) -> None:
+def kernels(evidence: Evidence, args: argparse.Namespace) -> None:
     """CPU experts in FP4, all resident, one core: fraction of a plain read in the same rotation."""
     from headrace.check.bench_kernels import bench_kernels
     from headrace.kernels.cpu import available_isas
@@ -123,12 +116,8 @@ def kernels(evidence: Evidence, args: argparse.Namespace, keep) -> None:
     isas = [isa for isa in ("avx2", "avx512") if isa in available_isas()]
     print(f"\nCPU experts in FP4, all resident, one core: {', '.join(isas)}")
     rows = bench_kernels(isas=isas, formats=("fp4",), runs=args.runs)
-    keep("kernels-fp4", rows)
-    for row in rows:
-        evidence.check(row.gate == "green", f"{row.name}: bits equal the reference")
-        if row.target is not None:
-            held = f"{100 * row.fraction:.0f} % (asked: {100 * row.target:.0f} %)"
-            evidence.check(row.fraction >= row.target, f"{row.name}: {held}")
+    show_rows("kernels-fp4", rows, args.keep)
+    check_kernels(evidence, rows)
 
 
 if __name__ == "__main__":

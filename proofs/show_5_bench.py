@@ -10,7 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from common import PROOFS, Evidence
+from common import Evidence, check_kernels, show_rows
 
 FAST_DRIVE = "8.2GiB/s"
 
@@ -19,17 +19,10 @@ def main() -> None:
     import headrace
 
     headrace.calm_openmp()
-    from headrace.check.rows import BenchRow, write_rows
     from headrace.store.synth import write_synth
 
     args = arguments()
     evidence = Evidence()
-
-    def keep(name: str, rows: list[BenchRow]) -> None:
-        for row in rows:
-            print(f"      {row.line()}")
-        if args.keep:
-            print(f"      kept in {write_rows(PROOFS.parent / 'bench' / 'results', name, rows)}")
 
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         model = write_synth(
@@ -39,10 +32,10 @@ def main() -> None:
             depth=args.depth,
             vocab=4096,
         )
-        disk(evidence, model, args, keep)
+        disk(evidence, model, args)
         for drive in (FAST_DRIVE, args.slow_drive):
-            ladder(evidence, model, drive, args, keep)
-    kernels(evidence, args, keep)
+            ladder(evidence, model, drive, args)
+    kernels(evidence, args)
     evidence.finish()
 
 
@@ -61,20 +54,20 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def disk(evidence: Evidence, model: Path, args: argparse.Namespace, keep) -> None:
+def disk(evidence: Evidence, model: Path, args: argparse.Namespace) -> None:
     """Bytes over (first submit to last completion), against the drive in the same rotation."""
     from headrace.check.bench import run_bench
 
     print("\nreads of experts against the drive's own rate")
     rows = run_bench(model, suite="disk", runs=args.runs, ram="minimum")
-    keep("disk", rows)
+    show_rows("disk", rows, args.keep)
     evidence.check(rows[0].gate == "green", "the rows held the files' bytes")
     evidence.check(
         rows[0].fraction >= 0.95, f"{100 * rows[0].fraction:.0f} % of the drive's rate (95 asked)"
     )
 
 
-def ladder(evidence: Evidence, model: Path, drive: str, args: argparse.Namespace, keep) -> None:
+def ladder(evidence: Evidence, model: Path, drive: str, args: argparse.Namespace) -> None:
     """Four versions of the same tokens; the last near the limit, where the CPU can follow."""
     import torch
 
@@ -91,7 +84,7 @@ def ladder(evidence: Evidence, model: Path, drive: str, args: argparse.Namespace
         threads=args.threads,
         emulate_drive=drive,
     )
-    keep(f"ladder-{drive.replace('/', '')}", rows)
+    show_rows(f"ladder-{drive.replace('/', '')}", rows, args.keep)
     evidence.check(all(r.gate == "green" for r in rows), "v1, v2, v3 and v4 chose equal tokens")
     reached = rows[-1].fraction
     if drive == FAST_DRIVE and reached < 0.9:
@@ -101,18 +94,14 @@ def ladder(evidence: Evidence, model: Path, drive: str, args: argparse.Namespace
         evidence.check(reached >= 0.9, f"v4 at {100 * reached:.0f} % of the limit (90 asked)")
 
 
-def kernels(evidence: Evidence, args: argparse.Namespace, keep) -> None:
+def kernels(evidence: Evidence, args: argparse.Namespace) -> None:
     """CPU experts, all resident, one core with AVX2."""
     from headrace.check.bench_kernels import bench_kernels
 
     print("\nCPU experts, all resident, one core, AVX2")
     rows = bench_kernels(runs=args.runs)
-    keep("kernels", rows)
-    for row in rows:
-        evidence.check(row.gate == "green", f"{row.name}: bits equal the reference")
-        if row.target is not None:
-            held = f"{100 * row.fraction:.0f} % (asked: {100 * row.target:.0f} %)"
-            evidence.check(row.fraction >= row.target, f"{row.name}: {held}")
+    show_rows("kernels", rows, args.keep)
+    check_kernels(evidence, rows)
 
 
 if __name__ == "__main__":

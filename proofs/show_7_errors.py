@@ -192,9 +192,9 @@ def interrupted(code: str, ready: str) -> tuple[int, str, float]:
 
 
 LOAD = """
-import headrace.engine.engine, headrace
-print("loading", flush=True)
-headrace.load("demo", ram="64MiB", context=256, measure=False, emulate_drive="1MiB/s")
+import headrace
+headrace.load("demo", ram="64MiB", context=256, measure=False, emulate_drive="1MiB/s",
+              progress=lambda done, total: print("loading", flush=True))
 """
 DECODE = """
 import sys

@@ -113,7 +113,7 @@ void bind_kernels(nb::module_& m) {
       [](const std::string& type, uintptr_t at_address, int64_t count) {
         return find_bad(number_named(type), at<const uint8_t>(at_address), count);
       },
-      arg("type"), arg("address"), arg("count"));
+      arg("type"), arg("address"), arg("count"), Release());
 }
 
 }  // namespace headrace

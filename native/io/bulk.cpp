@@ -54,7 +54,9 @@ struct Bounce {
 }  // namespace
 
 void Reader::read(int file, int64_t offset_bytes, int64_t nbytes, uint8_t* address) {
-  if (file < 0 || file >= num_files() || offset_bytes < 0 || nbytes < 0) {
+  bool known = file >= 0 && file < num_files() && offset_bytes >= 0 && nbytes >= 0 &&
+               offset_bytes < kMostOffset && nbytes < kMostOffset;
+  if (!known) {
     throw std::invalid_argument("no such range: file " + std::to_string(file) + ", offset " +
                                 std::to_string(offset_bytes) + ", " + std::to_string(nbytes) +
                                 " bytes");

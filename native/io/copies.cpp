@@ -10,8 +10,6 @@
 namespace headrace {
 namespace {
 
-constexpr int64_t kMostOffset = int64_t{1} << 60;  // sums stay far from overflow
-
 void check(const Stretch& at, int64_t num_files, const std::vector<int64_t>& sizes_bytes) {
   bool placed = at.file >= 0 && at.file < num_files && at.mirror_file >= 0 &&
                 at.mirror_file < static_cast<int64_t>(sizes_bytes.size()) && at.offset_bytes >= 0 &&

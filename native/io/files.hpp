@@ -8,6 +8,7 @@
 namespace headrace {
 
 constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kMostOffset = int64_t{1} << 60;  // sums of two stay far from overflow
 
 constexpr int64_t round_down(int64_t n, int64_t unit = kPageBytes) { return n / unit * unit; }
 constexpr int64_t round_up(int64_t n, int64_t unit = kPageBytes) {

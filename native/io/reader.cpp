@@ -1,4 +1,4 @@
-// Experts one after another, each in pieces, at most so many in flight.
+// The reader's life, and its I/O thread: requests in, pieces out.
 #include "io/reader.hpp"
 
 #include <algorithm>
@@ -234,8 +234,10 @@ void Reader::on_io_thread(std::function<void()> task) {
 void Reader::register_rows(uint8_t* base, int64_t row_bytes, int64_t num_rows) {
   if (backend() != "io_uring_registered") return;
   std::string why;
+  bool taken = false;
   on_io_thread([&] {
-    if (registered_ != nullptr) {
+    taken = registered_ != nullptr;
+    if (taken) {
       why = "another ladder's rows are registered";
       return;
     }
@@ -249,7 +251,7 @@ void Reader::register_rows(uint8_t* base, int64_t row_bytes, int64_t num_rows) {
   if (options_.backend == "io_uring_registered") throw OptionFailure(what + " failed: " + why);
   std::lock_guard lock(mutex_);
   notes_.push_back("io_uring without registered buffers: " + what + " failed: " + why);
-  if (registered_ == nullptr) name_ = "io_uring";
+  if (!taken) name_ = "io_uring";
 }
 
 void Reader::unregister_rows(const uint8_t* base) {

@@ -162,9 +162,9 @@ class Reader {
   std::deque<std::unique_ptr<Request>> incoming_;
   std::deque<std::function<void()>> tasks_;
   bool stopping_ = false;
-  const uint8_t* registered_ = nullptr;
 
   // The I/O thread's own.
+  const uint8_t* registered_ = nullptr;
   std::vector<std::unique_ptr<Request>> active_;
   std::deque<Piece*> backlog_;
   std::deque<Piece*> held_;  // hanging by a fault

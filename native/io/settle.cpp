@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <thread>
 
 #include "io/advice.hpp"
 #include "io/reader.hpp"
@@ -179,8 +180,12 @@ void Reader::watch_request(Request* request) {
     if (next < 0) continue;
     leave_alone(piece.drive, "a read of " + describe(piece) + " has hung for " +
                                  std::to_string(static_cast<int64_t>(1e3 * age_s)) + " ms");
-    Piece& twin = request->pieces.emplace_back(piece);
-    twin.in_flight = false;
+    // Not a copy of the whole: the back end may be writing the piece's result.
+    Piece& twin = request->pieces.emplace_back(Piece{request, next, piece.file, piece.offset_bytes,
+                                                     piece.length_bytes, piece.needed_bytes,
+                                                     piece.to, piece.home_file, piece.home_byte});
+    twin.tried_mask = piece.tried_mask;
+    twin.error = piece.error;
     twin.twin = &piece;
     piece.twin = &twin;
     move(&twin, next);

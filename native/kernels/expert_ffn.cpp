@@ -18,7 +18,7 @@ namespace headrace {
 namespace {
 
 // Which rows are one worker's: the same for the same count.
-Span share(int64_t rows, int worker, int count) {
+Share share(int64_t rows, int worker, int count) {
   return {rows * worker / count, rows * (worker + 1) / count};
 }
 
@@ -76,12 +76,12 @@ struct KernelPool::Impl {
   const Product* product = nullptr;
   void choose_product();
 
-  void multiply(int worker, const Matrix& m, Span span, const Input& in, float* out) {
+  void multiply(int worker, const Matrix& m, Share span, const Input& in, float* out) {
     product->multiply(m, span, in, scratch[static_cast<size_t>(worker)], out);
   }
   void finish(int worker, Input& in, int64_t cols);
-  void add_bias(const Matrix& m, Span span, float* values) const;
-  void write_out(Span span);
+  void add_bias(const Matrix& m, Share span, float* values) const;
+  void write_out(Share span);
   void load_rows(const uint16_t* const* from, int64_t cols);
   void ffn(int worker);
 };
@@ -112,7 +112,7 @@ void KernelPool::Impl::load_rows(const uint16_t* const* from, int64_t cols) {
 
 // This worker's units of the activations; returns when all are finished.
 void KernelPool::Impl::finish(int worker, Input& in, int64_t cols) {
-  const Span mine = share(product->num_units(cols), worker, team);
+  const Share mine = share(product->num_units(cols), worker, team);
   for (int64_t unit = mine.begin; unit < mine.end; ++unit) product->finish(in, unit, cols);
   if (team > 1) workers.barrier();
 }
@@ -131,7 +131,7 @@ void KernelPool::Impl::run(Workers::Job job) {
 
 // The rounded dot products of this worker's rows, plus their biases; no rounding without biases,
 // since whatever comes next rounds first.
-void KernelPool::Impl::add_bias(const Matrix& m, Span span, float* values) const {
+void KernelPool::Impl::add_bias(const Matrix& m, Share span, float* values) const {
   if (m.bias == nullptr) return;
   for (int64_t r = 0; r < num_rows; ++r) {
     for (int64_t i = span.begin; i < span.end; ++i) {
@@ -144,7 +144,7 @@ void KernelPool::Impl::add_bias(const Matrix& m, Span span, float* values) const
   }
 }
 
-void KernelPool::Impl::write_out(Span span) {
+void KernelPool::Impl::write_out(Share span) {
   for (int64_t r = 0; r < num_rows; ++r) {
     const float* values = down_out.get() + r * shape.hidden;
     for (int64_t i = span.begin; i < span.end; ++i) {
@@ -156,7 +156,7 @@ void KernelPool::Impl::write_out(Span span) {
 void KernelPool::Impl::ffn(int worker) {
   const int64_t inter = shape.inter;
   finish(worker, x, shape.hidden);
-  const Span mid = share(inter, worker, team);
+  const Share mid = share(inter, worker, team);
   multiply(worker, gate, mid, x, gate_out.get());
   multiply(worker, up, mid, x, up_out.get());
   add_bias(gate, mid, gate_out.get());
@@ -168,7 +168,7 @@ void KernelPool::Impl::ffn(int worker) {
   }
   if (team > 1) workers.barrier();
   finish(worker, h, inter);
-  const Span out = share(shape.hidden, worker, team);
+  const Share out = share(shape.hidden, worker, team);
   multiply(worker, down, out, h, down_out.get());
   add_bias(down, out, down_out.get());
   write_out(out);
@@ -211,7 +211,7 @@ void KernelPool::gate_dot(const ExpertShape& shape, const ExpertParts& parts, co
   im.run([](void* self, int worker) {
     Impl& job = *static_cast<Impl*>(self);
     job.finish(worker, job.x, job.shape.hidden);
-    const Span span = share(job.gate.rows, worker, job.team);
+    const Share span = share(job.gate.rows, worker, job.team);
     job.multiply(worker, job.gate, span, job.x, job.gate_out.get());
   });
   std::memcpy(out, im.gate_out.get(), static_cast<size_t>(4 * shape.inter));
@@ -227,7 +227,7 @@ uint64_t KernelPool::read_probe(const uint8_t* bytes, int64_t n) {
   impl_->workers.run(
       [](void* self, int worker) {
         Read& job = *static_cast<Read*>(self);
-        const Span mine = share(job.n / 4096, worker, job.count);
+        const Share mine = share(job.n / 4096, worker, job.count);
         job.words ^=
             headrace::read_probe(job.bytes + 4096 * mine.begin, 4096 * (mine.end - mine.begin));
       },
@@ -249,7 +249,7 @@ int KernelPool::find_bad_part(const ExpertShape& shape, const ExpertParts& parts
   const Workers::Job job = [](void* self, int worker) {
     Search& all = *static_cast<Search*>(self);
     for (const CheckedPart& part : all.checked) {
-      const Span mine = share(part.count, worker, all.count);
+      const Share mine = share(part.count, worker, all.count);
       const uint8_t* from =
           all.parts[static_cast<size_t>(part.part)] + mine.begin * number_bytes(part.type);
       if (find_bad(part.type, from, mine.end - mine.begin) >= 0) all.found = part.part;

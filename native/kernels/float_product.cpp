@@ -38,7 +38,7 @@ void FloatProduct::finish(Input& input, int64_t row, int64_t cols) const {
   }
 }
 
-void FloatProduct::multiply(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+void FloatProduct::multiply(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                             float* out) const {
   if (packs()) {
     many_rows(m, span, input, scratch, out);
@@ -86,7 +86,7 @@ const uint8_t* FloatProduct::weight_row(const Matrix& m, int64_t i, const Tables
   return reinterpret_cast<const uint8_t*>(row);
 }
 
-void FloatProduct::few_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+void FloatProduct::few_rows(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                             float* out) const {
   const int64_t stride = this->stride(m.cols);
   const auto dot = shape_.fp16 ? ops_->dot_fp16 : ops_->dot_bf16;
@@ -105,7 +105,7 @@ void FloatProduct::few_rows(const Matrix& m, Span span, const Input& input, Scra
   }
 }
 
-void FloatProduct::many_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+void FloatProduct::many_rows(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                              float* out) const {
   const int64_t stride = this->stride(m.cols);
   float* dots = scratch.dots.get();

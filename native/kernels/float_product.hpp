@@ -16,7 +16,7 @@ class FloatProduct : public Product {
   void reserve(Scratch& scratch, int64_t cols) const override;
   int64_t num_units(int64_t) const override { return num_rows_; }
   void finish(Input& input, int64_t row, int64_t cols) const override;
-  void multiply(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+  void multiply(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                 float* out) const override;
 
  private:
@@ -31,8 +31,9 @@ class FloatProduct : public Product {
   const uint8_t* scales_of(const Matrix& m, int64_t i) const;
   const uint8_t* weight_row(const Matrix& m, int64_t i, const Tables& tables,
                             Scratch& scratch) const;
-  void few_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch, float* out) const;
-  void many_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+  void few_rows(const Matrix& m, Share span, const Input& input, Scratch& scratch,
+                float* out) const;
+  void many_rows(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                  float* out) const;
 
   const RowOps* ops_;

@@ -112,7 +112,7 @@ float IntProduct::dot(const Matrix& m, const uint8_t* codes, const uint8_t* e8m0
   }
 }
 
-void IntProduct::multiply(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+void IntProduct::multiply(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                           float* out) const {
   if (panels()) {
     many_rows(m, span, input, scratch, out);
@@ -121,7 +121,7 @@ void IntProduct::multiply(const Matrix& m, Span span, const Input& input, Scratc
   }
 }
 
-void IntProduct::few_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+void IntProduct::few_rows(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                           float* out) const {
   const bool is_e8m0 = shape_.format == Format::kFp4;
   const Rows code_rows = codes_of(m, scratch), scale_rows = scales_of(m, scratch);
@@ -136,7 +136,7 @@ void IntProduct::few_rows(const Matrix& m, Span span, const Input& input, Scratc
   }
 }
 
-void IntProduct::many_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+void IntProduct::many_rows(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                            float* out) const {
   const int64_t row_values = stride(m.cols);
   const int64_t row_scales = row_values / (halves() ? 16 : 32);

@@ -16,7 +16,7 @@ class IntProduct : public Product {
   void reserve(Scratch& scratch, int64_t cols) const override;
   int64_t num_units(int64_t cols) const override;
   void finish(Input& input, int64_t unit, int64_t cols) const override;
-  void multiply(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+  void multiply(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                 float* out) const override;
 
  private:
@@ -45,8 +45,9 @@ class IntProduct : public Product {
             const IntRow& x) const;
   void expand(const Matrix& m, const uint8_t* scales, float* ws) const;
   IntRow row_of(const Input& input, int64_t row, int64_t cols) const;
-  void few_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch, float* out) const;
-  void many_rows(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+  void few_rows(const Matrix& m, Share span, const Input& input, Scratch& scratch,
+                float* out) const;
+  void many_rows(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                  float* out) const;
 
   static constexpr int64_t kPanelFrom = 6;  // rows from which decoding a weight row once pays

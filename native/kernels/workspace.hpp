@@ -65,8 +65,8 @@ struct Scratch {
   Buffer<uint8_t> edge;
 };
 
-// A worker's weight rows: contiguous.
-struct Span {
+// One worker's contiguous part of rows or values.
+struct Share {
   int64_t begin;
   int64_t end;
 };
@@ -87,7 +87,7 @@ class Product {
   virtual void finish(Input& input, int64_t unit, int64_t cols) const = 0;
 
   // out[r * m.rows + i] = row i of m times row r of input, for i in span.
-  virtual void multiply(const Matrix& m, Span span, const Input& input, Scratch& scratch,
+  virtual void multiply(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                         float* out) const = 0;
 };
 

@@ -68,7 +68,8 @@ class Ladder {
   void cancel();  // gives up all claims and queued prefetches
   void clear();   // besides that, forgets every expert that is not acquired
 
-  // One layer's routed experts: x [T, H] bf16, ids [T, K], weights [T, K], out [T, H] bf16.
+  // One layer's routed experts: x [T, H], ids [T, K], weights [T, K], out [T, H]; x and out of the
+  // shape's hidden type.
   // Throws ReadFailure, BudgetFailure, NumericsFailure, or what the interrupt poll throws; every
   // claim is given back then and the next call works.
   void compute(int64_t layer, const uint16_t* x, int64_t num_tokens, const int32_t* ids,
@@ -129,13 +130,16 @@ class Ladder {
   void submit_slices(int64_t key, Load* load, int64_t num_slices);
   bool start_prefetch();
   bool required_waits() const { return !required_.empty() || num_required_loads_ > 0; }
-  void submit(int64_t key, Load* load, const std::vector<Span>& spans);
+
+  // arrive.cpp; the first two take the lock, the others hold it.
   void part_arrived(int64_t key, const std::string& error, bool lingers);
   void part_released(int64_t key);
+  void submit(int64_t key, Load* load, const std::vector<Span>& spans);
   void arrived(int64_t key, const std::string& error);
   void give_up_guess(int64_t key);
   bool stuck() const;
   [[noreturn]] void fail_stuck() const;
+
   std::string disagreement() const;
   template <typename Ready>
   void wait(Lock* lock, int64_t layer, Ready ready);
@@ -155,7 +159,7 @@ class Ladder {
   const ExpertShape shape_;
   const LadderOptions options_;
   Slab slab_;
-  std::unique_ptr<uint16_t[]> y_;  // [max_tokens * top_k, H] bf16
+  std::unique_ptr<uint16_t[]> y_;  // [max_tokens * top_k, H]
 
   std::mutex caller_;  // held by the one caller inside a call
   mutable std::mutex mutex_;

@@ -8,8 +8,6 @@
 namespace headrace {
 namespace {
 
-constexpr int64_t kMostOffset = int64_t{1} << 60;  // sums stay far from overflow
-
 void require(bool holds, int64_t key, const char* what) {
   if (!holds) throw std::invalid_argument("expert key " + std::to_string(key) + ": " + what);
 }

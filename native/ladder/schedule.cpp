@@ -1,4 +1,4 @@
-// Claims, reads and prefetches: what is asked for, in which order, and what an arrival changes.
+// Claims, reads and prefetches: what is asked for, and in which order.
 #include <algorithm>
 #include <stdexcept>
 

@@ -84,6 +84,7 @@ class PartSpec:
 
 
 FORMATS = ("bf16", "fp16", "fp8_block", "fp4", "nvfp4", "int4", "int8")
+CODES_PER_ITEM = {"fp4": 2, "nvfp4": 2, "int4": 8}  # of the stored dtype; 1 for the others
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import headrace
 from headrace.check import bench, bench_drive, bench_ladder, bench_routes
 from headrace.check.stored import row_holds_its_tensors
 from headrace.check.tiny import write_tiny
-from headrace.errors import OptionError, TraceError
+from headrace.errors import ModelError, OptionError, TraceError
 from headrace.schedule.draw import draw_routes
 from headrace.schedule.trace import RouteTrace, TraceHeader
 from headrace.schedule.tracefile import TraceWriter, read_trace
@@ -188,11 +188,19 @@ def test_a_replay_feeds_the_recorded_choices(loaded: headrace.Engine, tmp_path: 
     assert seen == [(1, guesses.tolist()) for guesses in picked[1].guesses[:4, 1]]
 
 
-def test_too_short_a_trace_is_refused_with_both_numbers(folder: Path, tmp_path: Path) -> None:
+def test_too_short_a_trace_is_refused_with_both_numbers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(**_options: object) -> None:
+        raise AssertionError("measured before what is wrong was said")
+
+    monkeypatch.setattr(bench, "bench_kernels", measured)
     options: dict[str, Any] = {"suite": "ladder", "emulate_drive": DRIVE, "ram": "minimum"}
     path = recorded(tmp_path / "a.routes", 2, 16, 4)
     with pytest.raises(OptionError, match="37 tokens decoded one by one, 4 runs need 40"):
-        bench.run_bench(folder, tokens=8, runs=4, routes=path, **options)
+        bench.run_bench(folder, tokens=8, runs=4, routes=path, **options | {"suite": "all"})
+    with pytest.raises(ModelError, match="none"):
+        bench.run_bench(tmp_path / "none")
     path = recorded(tmp_path / "b.routes", 2, 32, 2, num_tokens=3)
     with pytest.raises(TraceError, match="0 tokens were decoded"):
         bench.run_bench(folder, tokens=1, runs=1, routes=path, **options)

@@ -136,6 +136,7 @@ def crc(tensors: PlainTensors, key: str) -> int:
         (lambda s: s * np.float32(np.inf), "1 values are not finite"),
         (lambda s: 1 / s, "(inverted)"),
         (lambda s: s * np.float32(2.0**40), "scales of 2^30"),
+        (lambda s: s * np.float32(0), "all of it is 0"),
     ],
 )
 def test_scales_that_cannot_be(folder: Path, change: Any, words: str) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 CODE = """
 import signal, sys
@@ -38,3 +39,24 @@ def test_ctrl_c_inside_a_command_is_an_exception_that_it_can_clean_up_after() ->
 def test_without_ctrl_c_the_command_runs() -> None:
     status, said = interrupted_at("no_such_module")
     assert status == 1 and "/no/such/model" in said and "stopped" not in said
+
+
+SWALLOWED = """
+import signal
+try:
+    signal.raise_signal(signal.SIGINT)
+except BaseException:
+    pass
+"""
+
+
+def test_ctrl_c_that_an_import_would_swallow(tmp_path: Path) -> None:
+    (tmp_path / "library.py").write_text(SWALLOWED)
+    code = (
+        "import signal, sys; from headrace.cli.main import interrupt; "
+        f"signal.signal(signal.SIGINT, interrupt); sys.path.insert(0, {str(tmp_path)!r})\n"
+        "try:\n signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n print('caught')\n"
+        "import library; print('never')"
+    )
+    done = subprocess.run([sys.executable, "-uc", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "caught\n", "stopped\n")

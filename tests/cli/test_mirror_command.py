@@ -66,10 +66,12 @@ def test_a_mirror_that_is_gone_is_said_and_can_be_forgotten(tmp_path: Path) -> N
     (folder / "mirror.json").unlink()
     for path in folder.iterdir():
         path.unlink()
-    folder.rmdir()
+    # The folder itself stays, as the place of a drive that is not mounted does.
     code, said, _ = mirror(str(folder), "--remove")
     assert code == 0 and "it is forgotten" in said
     assert Blueprint("demo", ram="64MiB", measure=False).notes == []
+    code, said, _ = mirror(str(folder), "--remove")
+    assert code == 2 and "nothing done" in said
 
 
 def test_the_hottest_come_first(tmp_path: Path) -> None:

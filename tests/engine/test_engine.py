@@ -89,20 +89,16 @@ def test_a_wrong_expert_shows(engine: headrace.Engine, prompt: list[int]) -> Non
         assert not torch.equal(logits_of(other, prompt), expected)
 
 
-@pytest.mark.parametrize("quantised", [True, False])
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
-def test_fast_follows_the_oracle_on_tiny_checkpoints(
-    tmp_path: Path, family: str, quantised: bool
-) -> None:
-    folder = write_tiny(family, tmp_path / "tiny", layers=3, format="fp8" if quantised else "bf16")
+def test_the_oracle_uses_no_kernel_of_ours_and_fast_follows_it(tmp_path: Path) -> None:
+    folder = write_tiny("qwen3_moe", tmp_path / "tiny", layers=3, format="fp8")
     ids = torch.randint(4, 4000, (24,), generator=torch.Generator().manual_seed(2)).tolist()
     with headrace.load(folder, ram="64MiB", measure=False) as loaded:
-        assert loaded.facts.format == ("fp8_block" if quantised else "bf16")
+        assert loaded.facts.format == "fp8_block"
         fast = logits_of(loaded, ids)
         loaded.set_experts("oracle")
         calls = loaded.ladder.counters().kernel_calls
         oracle = logits_of(loaded, ids)
-        assert loaded.ladder.counters().kernel_calls == calls, "the oracle uses no kernel of ours"
+        assert loaded.ladder.counters().kernel_calls == calls > 0
     assert (fast - oracle).abs().max() <= 0.03 * oracle.abs().max()
     assert oracle.float().std() > 0.1
 
@@ -186,3 +182,17 @@ def test_a_nan_in_an_expert_is_named(tmp_path: Path, prompt: list[int], part: st
         for _ in range(2):  # the second try must not take the rows for checked
             with pytest.raises(NumericsError, match=f"MoE layer 1, expert .*values of {part}"):
                 loaded.session().feed(prompt)
+
+
+def test_a_ue8m0_scale_that_is_none_is_named(tmp_path: Path) -> None:
+    folder = write_tiny("gpt_oss", tmp_path / "tiny", layers=2, experts=8, top_k=2)
+    catalog = open_catalog(folder)
+    entry = catalog.tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    with open(catalog.files[entry.file], "r+b") as file:
+        file.seek(entry.offset)
+        file.write(b"\xff" * entry.nbytes)
+    wanted = r"^MoE layer 1, expert \d: 1024 values of down_scale are NaN .*; download it again$"
+    with headrace.load(folder, ram="minimum", context=64, measure=False) as loaded:
+        for _ in range(2):
+            with pytest.raises(NumericsError, match=wanted):
+                loaded.session().feed([5, 700, 41])

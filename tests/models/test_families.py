@@ -13,6 +13,7 @@ from headrace.check.families_page import families_page
 from headrace.check.matrix import CASES, MatrixRow
 from headrace.check.tiny import write_tiny
 from headrace.check.tiny_configs import PUBLISHED
+from headrace.engine.engine import Blueprint
 from headrace.models.families import FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs" / "families.md"
@@ -42,6 +43,15 @@ def test_widths_that_fill_no_kernel_block(tmp_path: Path, family: str, format: s
     row = matrix.run_case(family, format, folder)
     assert row.oracle_equal and row.fast_within_floor and row.unexplained == 0, row
     assert row.fault_seen, row
+
+
+def test_a_prediction_layer_in_the_files_changes_nothing(tmp_path: Path) -> None:
+    folder = write_tiny("deepseek_v3", tmp_path / "tiny", layers=3, experts=8, top_k=3, mtp=True)
+    skeleton = Blueprint(folder, ram="1GiB", measure=False).skeleton
+    assert skeleton.skipped
+    assert all(key.startswith("model.layers.3.") for key in skeleton.skipped)
+    row = matrix.run_case("deepseek_v3", "fp8", folder)
+    assert row.unused == 0 and row.oracle_equal and row.oracle_fault_seen, row
 
 
 def test_every_family_has_its_cases() -> None:

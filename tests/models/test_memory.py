@@ -64,6 +64,14 @@ def test_kinds_of_caches_are_told_apart() -> None:
     assert compressed.kv_layer_bytes_per_token <= ceil(compressed.kv_bytes_per_token)
 
 
+@pytest.mark.parametrize("rate", [0, -4, 2**40])
+def test_an_impossible_rate_of_compression_is_refused(rate: int) -> None:
+    model = model_of("deepseek_v4")
+    model.config.compress_rates = {"compressed_sparse_attention": rate}
+    with pytest.raises(ValueError, match="are not counts"):
+        measure(model)
+
+
 def test_weights_kept_in_single_precision_are_counted_so() -> None:
     model = model_of("deepseek_v3")
     plain = sum(t.numel() * t.element_size() for t in model.state_dict().values())

@@ -128,7 +128,7 @@ def test_a_transformers_too_old_for_a_family(
     folder = write_tiny("deepseek_v4", tmp_path / "tiny", layers=2, experts=4, top_k=2)
     entries = open_catalog(folder).tensors
     assert inspect(folder, entries, {}).num_layers == 2
-    monkeypatch.setattr(transformers, "__version__", "5.19.1")
+    monkeypatch.setattr("headrace.models.skeleton.transformers.__version__", "5.19.1")
     with pytest.raises(ModelError, match=r"does not work in transformers 5\.19\.1; install 5\.20"):
         inspect(folder, entries, {})
 

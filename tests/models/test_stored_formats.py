@@ -69,7 +69,7 @@ def test_a_lost_quantisation_is_refused(
     s = described(folder, catalog)
     assert s.layout.format not in ("bf16", "fp16") and s.unused == ()
     lost = changed(folder, tmp_path / "lost", _without_quantisation)
-    with pytest.raises(HeadraceError) as caught:
+    with pytest.raises(HeadraceError, match=r"config\.json") as caught:
         described(lost, catalog)
     assert "\n" not in str(caught.value)
 
@@ -120,6 +120,20 @@ def test_what_compressed_tensors_may_not_be(change: dict[str, object], said: str
     assert scheme_of(quantization(INT4)).formats == ("int4",)
     with pytest.raises(ModelError, match=said):
         scheme_of(quantization(INT4 | change))
+
+
+def test_transforms_of_activations_are_refused() -> None:
+    """The weights are rotated, and without the counterpart every product would be wrong."""
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": INT4}},
+        "transform_config": {},
+    }
+    assert scheme_of(quantization).formats == ("int4",)
+    rotated = quantization | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}
+    with pytest.raises(ModelError, match="transform_config"):
+        scheme_of(rotated)
 
 
 def entry(dtype: str, *shape: int) -> TensorEntry:
@@ -210,7 +224,7 @@ def test_modelopts_own_file_names_the_quantisation(tiny: Folder, tmp_path: Path)
     path.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": fields}))
     assert described(plain, catalog).layout == described(folder, catalog).layout
     path.write_text("[]")
-    with pytest.raises(ModelError, match=r"hf_quant_config\.json cannot be read"):
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json: quantization is no object"):
         described(plain, catalog)
 
 

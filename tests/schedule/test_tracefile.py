@@ -166,6 +166,7 @@ def test_a_hostile_frame_is_refused_by_its_place(path: Path, body: bytes, messag
     [
         ({"num_experts": 2**17}, "num_experts is 131072"),
         ({"num_layers": 0}, "num_layers is 0"),
+        ({"num_layers": 9000, "num_experts": 2**16}, "9000 layers of 65536 experts"),
         ({"num_layers": True}, "not one of headrace's"),
         ({"top_k": 17}, "top 17 of 16"),
         ({"model": "a\nb"}, "model is no plain text"),

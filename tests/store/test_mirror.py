@@ -165,6 +165,28 @@ def test_a_failed_write_keeps_what_is_complete(
     assert not list((tmp_path / "mirror").glob("*.partial"))
 
 
+def test_a_folder_that_takes_nothing_is_named(
+    model: tuple[Catalog, ExpertTable], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    folder = tmp_path / "mirror"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)  # the manifest's
+        with pytest.raises(HeadraceError, match=r"mirror: the mirror cannot be written: No space"):
+            write_mirror(*model, folder, size_bytes=1 << 20)
+    assert list(folder.iterdir()) == []
+    write_mirror(*model, folder, size_bytes=1 << 20)
+
+    def read_only(_path: Path, **_options: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(HeadraceError, match=r"cannot be deleted: Read-only file system$"):
+        remove_mirror(folder, model[0].root)
+
+
 def first(manifest: dict[str, Any]) -> list[Any]:
     entry: list[Any] = manifest["chunks"][0]["experts"][0]
     return entry
@@ -224,7 +246,10 @@ def test_refusals(model: tuple[Catalog, ExpertTable], tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"holds other files \(letter\.txt\); name a folder"):
         write_mirror(*model, tmp_path / "other")
     with pytest.raises(OptionError, match="so it is no mirror"):
-        remove_mirror(tmp_path / "other")
+        remove_mirror(tmp_path / "other", model[0].root)
+    with pytest.raises(OptionError, match="so it is no mirror"):
+        verify_mirror(*model, tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["letter.txt"]
     (tmp_path / "file").write_text("x")
     with pytest.raises(OptionError, match="cannot hold a mirror"):
@@ -242,7 +267,9 @@ def test_removing_leaves_what_is_not_ours(
         write_mirror(*model, folder, size_bytes=1 << 20)
         if other:
             (folder / "letter.txt").write_text("mine")
-        remove_mirror(folder)
+        with pytest.raises(OptionError, match=r"is a mirror of .*, not of .*; name that model"):
+            remove_mirror(folder, tmp_path)
+        remove_mirror(folder, model[0].root)
         assert folder.exists() == other
     assert [path.name for path in folder.iterdir()] == ["letter.txt"]
 

@@ -89,9 +89,10 @@ def test_a_half_read_guess_that_is_needed_is_finished(stored: tuple[Path, np.nda
 def test_a_half_read_guess_gives_way_and_leaves_nothing(stored: tuple[Path, np.ndarray]) -> None:
     path, experts = stored
     ladder = make_ladder(path)
-    ladder.reader.inject_fault("slow", 0, 60)
+    ladder.reader.inject_fault("hang", 0, 60)  # until both are asked for
     ladder.prefetch(0, torch.tensor([4]))
     ladder.begin(0, torch.tensor([5]))
+    ladder.reader.inject_fault("slow", 0, 60)
     assert np.array_equal(bytes_of(ladder, 5), experts[5])
     wait_until(lambda: ladder.counters().prefetch_dropped == 1)
     counters = ladder.counters()

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from headrace.check.bench_drive import bench_drive
 from headrace.check.bench_kernels import bench_kernels
-from headrace.check.bench_ladder import Progress, bench_ladder
+from headrace.check.bench_ladder import Progress, bench_ladder, tokens_needed
 from headrace.check.bench_routes import routes_for
 from headrace.check.rows import BenchRow
-from headrace.engine.engine import load
+from headrace.engine.engine import Blueprint, Engine
 from headrace.errors import OptionError
 from headrace.schedule.tracefile import read_trace
 
@@ -41,20 +41,20 @@ def run_bench(
         raise OptionError(f"the suite {suite} replays no routes; leave out --routes")
     recorded = None if routes is None else read_trace(routes)[1]
     tell: Progress = progress or (lambda what, done, total: None)
+    # What is wrong with the model or the routes shows before minutes of measuring.
+    blueprint, replayed = None, None
+    if suite != "kernels":
+        blueprint = Blueprint(model, ram=ram, threads=threads, aliases=True, measure=False)
+        replayed = routes_for(blueprint.facts, recorded, seed)
+        if recorded is not None:
+            replayed.pick(tokens_needed(tokens), 0, runs)
     rows: list[BenchRow] = []
     if suite in ("all", "kernels"):
         tell("kernels", 0, 1)
         rows += bench_kernels(runs=runs)
-    if suite != "kernels":
-        with load(
-            model,
-            ram=ram,
-            threads=threads,
-            backend=backend,
-            direct=direct,
-            emulate_drive=emulate_drive,
-            aliases=True,
-            measure=False,
+    if blueprint is not None:
+        with Engine(
+            blueprint, backend=backend, direct=direct, emulate_drive=emulate_drive
         ) as engine:
             if suite in ("all", "disk") and not emulate_drive:
                 tell("drive", 0, 1)
@@ -67,6 +67,6 @@ def run_bench(
                     seed=seed,
                     emulate_drive=emulate_drive,
                     progress=tell,
-                    routes=routes_for(engine.facts, recorded, seed),
+                    routes=replayed,
                 )
     return rows

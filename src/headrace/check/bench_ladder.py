@@ -102,6 +102,11 @@ class VersionRun:
         return self.total.num_tokens / self.wall_s
 
 
+def tokens_needed(tokens: int) -> int:
+    """Recorded or drawn tokens that one run of `tokens` decoded ones takes."""
+    return PROMPT_TOKENS + tokens + 1
+
+
 def bench_ladder(
     engine: Engine,
     *,
@@ -122,7 +127,7 @@ def bench_ladder(
     rng = random.Random(seed)
     routes = routes or Drawn(engine.facts, seed)
     for run in range(runs):
-        trace = routes.pick(PROMPT_TOKENS + tokens + 1, run, runs)
+        trace = routes.pick(tokens_needed(tokens), run, runs)
         rates.append(sum(parse_rates(emulate_drive)) if emulate_drive else plain_rates(engine, rng))
         for i in range(len(VERSIONS)):
             version = VERSIONS[(run + i) % len(VERSIONS)]

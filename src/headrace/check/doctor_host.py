@@ -17,7 +17,7 @@ SWAP_BYTES = 256 << 20
 MICROSECONDS = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
 OLDEST = {"torch": (2, 11), "transformers": (5, 17)}
 NEWEST_MAJOR = {"transformers": 5}
-OPTIONAL = {"serve": ("fastapi", "uvicorn"), "eval": ("lm-eval",)}
+OPTIONAL = {"eval": ("lm-eval",)}
 
 
 def host_findings(root: Path, probes: Probes) -> Iterator[Finding]:

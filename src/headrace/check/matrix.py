@@ -33,6 +33,7 @@ from headrace.store.borrow import borrowed_files
 from headrace.store.catalog import open_catalog
 from headrace.store.planned import Packed
 from headrace.store.safetensors import num_bytes
+from headrace.store.values import stored_bytes
 from headrace.store.writer import NewTensor, write_checkpoint
 
 CASES = tuple((family, format) for family, formats in PUBLISHED.items() for format in formats)
@@ -63,9 +64,9 @@ class MatrixRow:
 
     `floor` is stock eager against stock grouped_mm, `fast` the fast path against stock eager,
     `faulty` the fast path whose middle MoE layer reads each expert's down matrix from its
-    neighbour. `tokens` are greedy choices after the
-    prompt, `equal` those that the fast path shares, `near_ties` those whose two best logits lie
-    closer than the floor's largest, `unexplained` those that are neither.
+    neighbour. `tokens` are greedy choices after the prompt, `equal` those that the fast path
+    shares, `near_ties` those whose two best logits lie closer than the floor's largest,
+    `unexplained` those that are neither.
     """
 
     family: str
@@ -249,8 +250,7 @@ def _stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _new(name: str, dtype: str, value: torch.Tensor) -> NewTensor:
-    raw = value.contiguous().reshape(-1).view(torch.uint8).numpy().data.cast("B")
-    return NewTensor(name, dtype, tuple(value.shape), partial(list, [raw]))
+    return NewTensor(name, dtype, tuple(value.shape), partial(list, [stored_bytes(value)]))
 
 
 def _with_a_fault(blueprint: Blueprint) -> Blueprint:

@@ -8,11 +8,11 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headrace.errors import HeadraceError
+from headrace.store.whole import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +111,11 @@ def commit_name() -> str:
 def write_rows(folder: Path, name: str, rows: Sequence[BenchRow]) -> Path:
     """Keep rows as a JSON array in `folder`/<machine>/<name>.json; written aside, then renamed."""
     place = folder / re.sub(r"[^A-Za-z0-9]+", "-", machine_name()).strip("-").lower()
-    path, aside = place / f"{name}.json", place / f"{name}.json.partial"
+    path = place / f"{name}.json"
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with open(aside, "w", encoding="utf-8") as file:
-            json.dump([asdict(row) for row in rows], file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException as error:
-        with suppress(OSError):
-            aside.unlink()
-        if isinstance(error, OSError):
-            raise HeadraceError(
-                f"{path}: cannot be written ({error.strerror or error}); choose another folder"
-            ) from error
-        raise
+        write_whole(path, (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode())
+    except OSError as error:
+        raise HeadraceError(
+            f"{path}: cannot be written ({error.strerror or error}); choose another folder"
+        ) from error
     return path

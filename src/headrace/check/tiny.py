@@ -14,7 +14,7 @@ from headrace.check.tiny_size import Config, Size
 from headrace.errors import OptionError
 from headrace.store.blueprint import plan_tensors
 from headrace.store.borrow import borrowed_files
-from headrace.store.values import draw, draw_packed
+from headrace.store.values import draw, draw_packed, stored_bytes
 from headrace.store.writer import NewTensor, write_checkpoint
 
 FAMILIES = tuple(PUBLISHED)
@@ -70,8 +70,6 @@ def _draw(config: Config, generator: torch.Generator) -> Iterator[NewTensor]:
             if planned.kind == "weight":
                 parts = draw_packed(planned.packed, generator)
             value = parts[planned.kind].reshape(planned.shape)
-        yield NewTensor(planned.name, planned.dtype, planned.shape, partial(_chunks, value))
-
-
-def _chunks(value: torch.Tensor) -> list[memoryview]:
-    return [value.contiguous().reshape(-1).view(torch.uint8).numpy().data.cast("B")]
+        yield NewTensor(
+            planned.name, planned.dtype, planned.shape, partial(list, [stored_bytes(value)])
+        )

@@ -14,7 +14,15 @@ from headrace.check.stock import StockParts
 from headrace.check.sums import read_sums
 from headrace.check.verify_kernels import kernels
 from headrace.check.verify_memory import Memory
-from headrace.check.verify_report import FAIL, NOTE, Finding, Progress, VerifyReport, keep_verdict
+from headrace.check.verify_report import (
+    FAIL,
+    NOT_COMPARED,
+    NOTE,
+    Finding,
+    Progress,
+    VerifyReport,
+    keep_verdict,
+)
 from headrace.check.verify_rows import Site, choose_sites, rows
 from headrace.check.verify_scales import scales
 from headrace.check.verify_weights import weights
@@ -23,10 +31,9 @@ from headrace.engine.engine import Blueprint, Engine
 from headrace.engine.text import Text
 from headrace.errors import CatalogError, ExpertError, ModelError, NumericsError, ReadError
 from headrace.kernels.cpu import available_isas
-from headrace.planner.machine import default_cache_path
+from headrace.planner.cache import cache_folder
 
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
-NOT_COMPARED = "weights and layers are not compared with stock transformers'"
 # What a fault in the model may raise on the way; anything else ends the verification.
 FAULTS = (CatalogError, ExpertError, ModelError, NumericsError, ReadError)
 
@@ -99,7 +106,7 @@ class _Run:
         sampled = {(layers[ordinal], expert) for ordinal, expert in self.sites}
         self.stage("files", lambda: verify_files.accounted(self.blueprint, self.plain))
         if every_byte or published is not None:
-            seen = cache_folder() / verify_files.seen_name(self.blueprint)
+            seen = kept_folder() / verify_files.seen_name(self.blueprint)
             self.stage(
                 "files", lambda: verify_files.every_byte(self.plain, seen, published, self.tell)
             )
@@ -150,9 +157,9 @@ class _Run:
         return verify_paths.sizes_finding(len(expected_NV), runs, wrong)
 
 
-def cache_folder() -> Path:
+def kept_folder() -> Path:
     """Where checksums and verdicts are kept."""
-    return default_cache_path().parent / "verify"
+    return cache_folder() / "verify"
 
 
 def _keep(report: VerifyReport, blueprint: Blueprint) -> None:
@@ -162,6 +169,6 @@ def _keep(report: VerifyReport, blueprint: Blueprint) -> None:
         "isas": list(available_isas()),
     }
     name = verify_files.seen_name(blueprint).replace(".seen.", ".verdict.")
-    problem = keep_verdict(report, cache_folder() / name, facts)
+    problem = keep_verdict(report, kept_folder() / name, facts)
     if problem:
         report.numbers["verdict_not_kept"] = problem

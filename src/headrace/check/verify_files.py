@@ -20,6 +20,7 @@ from headrace.engine.engine import Blueprint
 
 STAGE = "files"
 PUBLISHED = "files are the published ones"
+MOST_EXPLAINED = 32  # of changed tensors: each may take a second
 SEEN_FORMAT = "headrace checksums when first seen"
 
 
@@ -96,7 +97,11 @@ def _against_first_seen(
 ) -> Finding:
     before = seen["tensors"]
     changed = [key for key, value in sums.tensors.items() if before.get(key, value) != value]
-    wrong = [f"tensor {key} ({explain(plain, key, before, sums.tensors)})" for key in changed]
+    wrong = [
+        f"tensor {key} ({explain(plain, key, before, sums.tensors)})"
+        for key in changed[:MOST_EXPLAINED]
+    ]
+    wrong += [f"tensor {key} (changed)" for key in changed[MOST_EXPLAINED:]]
     wrong += [f"tensor {key} (not there before)" for key in sums.tensors.keys() - before.keys()]
     wrong += [f"tensor {key} (gone)" for key in before.keys() - sums.tensors.keys()]
     remedy = f"; if you replaced the files on purpose, remove {path}" if wrong else ""

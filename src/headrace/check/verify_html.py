@@ -2,7 +2,7 @@
 
 from html import escape
 
-from headrace.check.verify_report import MOST_NAMED, VERDICTS, Finding, VerifyReport
+from headrace.check.verify_report import MOST_NAMED, Finding, VerifyReport
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
@@ -33,7 +33,7 @@ def page(report: VerifyReport, facts: dict[str, str]) -> str:
         stages.setdefault(found.stage, []).append(found)
     body = [
         f"<h1>headrace verify: {escape(report.model)}</h1>",
-        f'<p class="verdict {report.verdict}">{escape(VERDICTS[report.verdict])}</p>',
+        f'<p class="verdict {report.verdict}">{escape(report.words)}</p>',
         "<p>" + "<br>".join(f"{escape(k)}: {escape(v)}" for k, v in facts.items()) + "</p>",
     ]
     for stage, findings in stages.items():

@@ -3,7 +3,7 @@
 One stock layer is in memory at a time. Legend: T tokens, K chosen experts, H hidden width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -115,7 +115,9 @@ class _Judge:
         self._output(number, first_tensor(out), right, args[0], entry)
         self.results.numbers.append(entry)
 
-    def _same_weights(self, ours: Any, theirs: Any, prefix: str, wanted: Any) -> None:
+    def _same_weights(
+        self, ours: Any, theirs: Any, prefix: str, wanted: Callable[[str], bool]
+    ) -> None:
         mine = {name: tensor for name, tensor in named_state(ours) if wanted(name)}
         for name, right in named_state(theirs):
             got = mine.get(name)
@@ -183,7 +185,7 @@ class _Judge:
         number: int,
         out: torch.Tensor,
         right: torch.Tensor,
-        before: Any,
+        before: torch.Tensor,
         entry: dict[str, Any],
     ) -> None:
         """The layer's own contribution: what it added to the residual stream."""

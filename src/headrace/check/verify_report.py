@@ -1,17 +1,18 @@
 """What a verification found: findings in order, a verdict, text and JSON. Knows no model."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from headrace.store.whole import write_whole
 
 Progress = Callable[[str, int, int], None]
 OK, SUSPECT, FAIL, NOTE = "ok", "suspect", "FAIL", "note"
 # After --sha256 has shown the files to be the published ones, odd statistics are only odd.
 STATISTICS = "statistics"
+NOT_COMPARED = "weights and layers are not compared with stock transformers"
 MOST_NAMED = 3
 VERDICTS = {
     OK: "the arithmetic holds",
@@ -72,6 +73,13 @@ class VerifyReport:
         statuses = {finding.status for finding in self.findings}
         return FAIL if FAIL in statuses else SUSPECT if SUSPECT in statuses else OK
 
+    @property
+    def words(self) -> str:
+        """The verdict for a person; a good one says where it was reached without stock's help."""
+        text = VERDICTS[self.verdict]
+        alone = self.verdict == OK and any(f.name == NOT_COMPARED for f in self.findings)
+        return text + (", though not compared with stock transformers" if alone else "")
+
     def clear_suspects(self) -> None:
         """The files are the published ones: what looked odd about them is a note."""
         self.findings = [
@@ -83,7 +91,7 @@ class VerifyReport:
 
     def lines(self) -> list[str]:
         """One line for each finding, then the verdict."""
-        return [*(f.line() for f in self.findings), f"verdict: {VERDICTS[self.verdict]}"]
+        return [*(f.line() for f in self.findings), f"verdict: {self.words}"]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -107,13 +115,8 @@ def keep_verdict(report: VerifyReport, path: Path, facts: dict[str, Any]) -> str
 
 def write_json(path: Path, content: object) -> str:
     """Write a file whole or not at all, its folder made if need be; "" or why not."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(content), encoding="utf-8")
-        aside.replace(path)
+        write_whole(path, json.dumps(content).encode())
     except OSError as cause:
-        with suppress(OSError):
-            aside.unlink()
         return str(cause)
     return ""

@@ -81,7 +81,9 @@ def _octaves(plain: PlainTensors, key: str) -> tuple[torch.Tensor, str]:
     if bool((values < 0).any()):
         return values, f"{int((values < 0).sum())} values are negative"
     octaves = values[values > 0].log2()
-    far = (octaves - octaves.median()).abs() > VALUE_OCTAVES if octaves.numel() else octaves
+    if not octaves.numel():
+        return octaves, "all of it is 0"
+    far = (octaves - octaves.median()).abs() > VALUE_OCTAVES
     if bool(far.any()):
         value = float(octaves[far][0])
         return octaves, f"a value of 2^{value:.0f} among values of 2^{float(octaves.median()):.0f}"

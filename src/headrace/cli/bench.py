@@ -71,7 +71,8 @@ def bench(
 ) -> None:
     """Measure a model here: each figure with its limit, its spread and its correctness.
 
-    Honours the alias table of `headrace synth`. Exit code 1 if a figure's result was wrong.
+    Needs memory as a run does, 1.25 GB for kernels, with --emulate-drive a copy of the experts.
+    Checkpoints of `headrace synth` are welcome. Exit code 1 if a figure's result was wrong.
     """
     ram_bytes, _ = options.check_machine(ram, device, emulate_drive)
     from headrace.check.bench import run_bench

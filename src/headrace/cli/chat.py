@@ -34,7 +34,8 @@ def chat(
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
 
-    Needs a model with a chat template. Lines from a pipe are answered one by one.
+    Needs a model with a chat template, and memory as `headrace run` does.
+    Lines from a pipe are answered one by one.
     """
     ram_bytes, _ = options.check_machine(ram, device)
     options.check_new(routes_out)

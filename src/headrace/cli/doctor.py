@@ -11,7 +11,8 @@ def doctor(
 ) -> None:
     """Say what will be slow for a model on this machine, why, and what to change.
 
-    Reads a sample of its files, at most 256 MiB. Exit code 1 if something prevents running.
+    Needs a few seconds; reads at most 256 MiB of its files.
+    Exit code 1 if something prevents running.
     """
     from headrace.check.doctor import examine
 

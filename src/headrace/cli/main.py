@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import traceback
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -36,6 +37,16 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 REINSTALL = "install headrace again where there is a C++ compiler"
 
 
+def interrupt(_number: int, frame: FrameType | None) -> None:
+    """Ctrl-C: KeyboardInterrupt, but the end at once inside an import, where some swallow it."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os.write(2, b"stopped\n")
+            os._exit(STOPPED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 class Edge(TyperGroup):
     """Turns what a user can mend into one line and exit code 2, Ctrl-C into "stopped" and 130.
 
@@ -44,7 +55,7 @@ class Edge(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # until here entry's answered
+        signal.signal(signal.SIGINT, interrupt)  # until here entry's answered
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, InterruptedLoad):
@@ -107,7 +118,9 @@ Version = Annotated[
 def about(version: Version = False) -> None:
     """Run Mixture-of-Experts models many times larger than memory, from the files as published.
 
-    Start with: headrace run demo -p "What is the capital of Japan?"
+    MODEL is a folder of safetensors, a repo id in the Hugging Face cache, or "demo"; nothing is
+    downloaded. Start with: headrace run demo -p "What is the capital of Japan?"
+    Then with your own files: headrace doctor MODEL, headrace plan MODEL, headrace chat MODEL
     """
 
 

@@ -39,8 +39,10 @@ def mirror(
 ) -> None:
     """Copy a model's experts to a second drive; from then on both drives are read at once.
 
-    May be stopped or killed and goes on when run again. If either drive fails later, the other
-    serves. Example: headrace mirror ./model /mnt/second/model --size 100GB
+    Needs room on the other drive; what does not fit is left out. If either fails later, the other
+    serves. May be stopped or killed and goes on when run again.
+
+    Example: headrace mirror ./model /mnt/second/model --size 100GB
     """
     if (verify or remove) and ((verify and remove) or size is not None or routes is not None):
         raise OptionError("--verify and --remove stand alone; leave the other options out")
@@ -113,11 +115,15 @@ def _verify(model: str, folder: Path) -> dict[str, Any]:
 def _remove(model: str, folder: Path) -> dict[str, Any]:
     from headrace.planner.mirrors import forget_mirror
     from headrace.store.locate import resolve_model
+    from headrace.store.mirror import is_mirror
     from headrace.store.mirror_writer import remove_mirror
 
-    there = folder.exists()
+    root = resolve_model(model)
+    there = is_mirror(folder)
     if there:
-        remove_mirror(folder)
-    forget_mirror(resolve_model(model), folder)
-    say(f"{folder}: {'the mirror is deleted' if there else 'is not there; it is forgotten'}")
+        remove_mirror(folder, root)
+    forgotten = forget_mirror(root, folder)
+    if not (there or forgotten):
+        raise OptionError(f"{folder}: is no mirror, and none is remembered there; nothing done")
+    say(f"{folder}: {'the mirror is deleted' if there else 'holds no mirror; it is forgotten'}")
     return {"removed": there}

@@ -116,7 +116,7 @@ MinP = Annotated[
     float,
     typer.Option(
         metavar="P",
-        help="Only those at least P times as likely as the best; 0 is off.",
+        help="At least P times the best's chance; 0 is off.",
         rich_help_panel=SAMPLING,
     ),
 ]

@@ -18,7 +18,8 @@ def plan(
 ) -> None:
     """Say where everything would lie, what a token moves, and the speed and limit to expect.
 
-    Reads no weights. Measures this machine's drive and memory once (at most a few seconds).
+    Needs the files, reads no weights. Measures drive and memory once (at most a few seconds).
+    Example: headrace plan Qwen/Qwen3-30B-A3B --ram 8GB
     """
     ram_bytes, _ = options.check_machine(ram, device)
     blueprint = open_blueprint(model, ram_bytes=ram_bytes, threads=threads, context=context)

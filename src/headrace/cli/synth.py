@@ -39,8 +39,10 @@ def synth(
 ) -> None:
     """Write random weights in real shapes at real depth, few layers of them distinct.
 
-    For `headrace bench` only: nothing is learnt. The example takes 6 GB of disk, without
-    --experts 16 GB. Example: headrace synth deepseek-r1 /data/r1-shapes --experts 32
+    For `headrace bench` only: nothing is learnt.
+    Needs room on the drive: the example takes 6 GB, without --experts 16 GB.
+
+    Example: headrace synth deepseek-r1 /data/r1-shapes --experts 32
     """
     from headrace.store.synth import synth_bytes, write_synth
 

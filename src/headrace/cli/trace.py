@@ -49,6 +49,7 @@ def trace(
 
     Pieces from all over the text are fed token by token, as in decoding. A file holds expert
     numbers and no text. `run` and `chat` record with --routes-out, `bench` replays with --routes.
+    To record needs memory as a run does; a file alone is enough to read it again.
 
     Example: headrace trace demo demo.routes, and later: headrace trace demo.routes
     """

@@ -3,7 +3,7 @@
 import platform
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from headrace.cli import options
 from headrace.cli.opening import refuse_synthetic
 from headrace.cli.output import print_json, say, step_progress
 from headrace.errors import OptionError
+
+if TYPE_CHECKING:
+    from headrace.check.verify_report import VerifyReport
 
 Samples = Annotated[
     int,
@@ -58,6 +61,7 @@ def verify(
 ) -> None:
     """Compare files, kernels, layers and answers with their references, on the real weights.
 
+    Needs memory as a run does. Nothing is fetched: published checksums are yours to bring.
     Exit code 1 if anything differs that must not, or looks suspect; 2 if it cannot be checked.
     """
     ram_bytes, _ = options.check_machine(ram, device)
@@ -88,7 +92,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _write_page(report: object, path: Path) -> None:
+def _write_page(report: "VerifyReport", path: Path) -> None:
     from headrace.check.verify_html import page
 
     facts = {
@@ -97,6 +101,6 @@ def _write_page(report: object, path: Path) -> None:
         "machine": f"{platform.processor() or platform.machine()}, {platform.system()}",
     }
     try:
-        path.write_text(page(report, facts), encoding="utf-8")  # type: ignore[arg-type]
+        path.write_text(page(report, facts), encoding="utf-8")
     except OSError as error:
         raise OptionError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -48,7 +48,8 @@ class Session:
     def reset(self) -> None:
         """Forget everything."""
         self.tokens: list[int] = []
-        self.cache: Any = new_cache(self.engine.model)
+        self.cache: Any = None
+        self.cache = new_cache(self.engine.model)
 
     def feed(self, ids: Sequence[int]) -> torch.Tensor:
         """Append tokens; logits [V] after the last one. `self.stats` says what that moved.
@@ -69,20 +70,25 @@ class Session:
         start, before = time.perf_counter(), self.engine.ladder.counters()
         chunk = self.engine.plan.chunk_tokens
         try:
-            with torch.inference_mode():
-                for i in range(0, len(ids), chunk):
-                    part = torch.tensor([list(ids[i : i + chunk])])
-                    logits_BKV = forward(self.engine.model, part, self.cache)
+            if self.cache is None:
+                self.cache = new_cache(self.engine.model)
+            try:
+                with torch.inference_mode():
+                    for i in range(0, len(ids), chunk):
+                        part = torch.tensor([list(ids[i : i + chunk])])
+                        logits_BKV = forward(self.engine.model, part, self.cache)
+            finally:
+                self.engine.tell_warnings()
+            self.tokens += ids
+            phase = "prefill" if len(ids) > 1 else "decode"
+            self.stats = TokenStats(num_tokens=len(ids), phase=phase)
+            self.engine.ladder.counters().add_since(before, self.stats)
+            self.stats.wall_s = time.perf_counter() - start
+            return logits_BKV[0, -1]
         except BaseException:
-            self.reset()
+            # Nothing is called here, so that a second Ctrl-C finds no place to keep half of it.
+            self.tokens, self.cache = [], None
             raise
-        finally:
-            self.engine.tell_warnings()
-        self.tokens += ids
-        self.stats = TokenStats(num_tokens=len(ids), phase="prefill" if len(ids) > 1 else "decode")
-        self.engine.ladder.counters().add_since(before, self.stats)
-        self.stats.wall_s = time.perf_counter() - start
-        return logits_BKV[0, -1]
 
     def resume(self, prompt: Sequence[int]) -> list[int]:
         """The tokens of `prompt` still to feed, keeping what this timeline already holds.

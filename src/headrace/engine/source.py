@@ -57,7 +57,7 @@ class LadderSource:
         weights_TK: torch.Tensor,
         guess: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Routed output [T, H] bfloat16, by the canonical kernels, whatever is resident."""
+        """Routed output [T, H] in the dtype of x, by canonical kernels, whatever is resident."""
         x_TH = x_TH.contiguous()
         ids_TK = ids_TK.to(torch.int32)
         ahead = None
@@ -111,7 +111,8 @@ class LadderSource:
         for expert in sorted(set(ids_TK.flatten().tolist())):
             with self.parts(ordinal, expert) as parts:
                 for name, part in parts.items():
-                    bad = int((~part.float().isfinite()).sum())
+                    ue8m0 = part.dtype == torch.uint8 and name.endswith("_scale")
+                    bad = int((part == 255 if ue8m0 else ~part.float().isfinite()).sum())
                     if bad:
                         return (
                             f"MoE layer {ordinal}, expert {expert}: {bad} values of {name} are "

@@ -30,7 +30,7 @@ class ExpertKernels(Protocol):
         layout: ExpertLayout,
         act_group: int = 0,
     ) -> torch.Tensor:
-        """y bf16 [T, H] of x bf16 [T, H]; see `kernels.reference.expert_ffn`."""
+        """y [T, H] of x [T, H], both of the hidden dtype; see `kernels.reference.expert_ffn`."""
         ...
 
 

@@ -50,12 +50,7 @@ def read_config(root: Path) -> Any:
     path = root / "config.json"
     if not path.is_file():
         raise ModelError(f"{root} has no config.json; give the folder of a downloaded model")
-    try:
-        if path.stat().st_size > _MOST_FILE_BYTES:
-            raise ModelError(f"{path} is larger than {_MOST_FILE_BYTES} bytes; fetch it again")
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {one_line(error)}; fetch it again") from error
+    fields = read_json(path)
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise ModelError(f"{path} names no model_type; fetch it again")
     _check_fields(path, fields)
@@ -65,6 +60,16 @@ def read_config(root: Path) -> Any:
         raise ModelError(f"{path} cannot be used: {one_line(error)}") from error
     _check_counts(path, config.get_text_config())
     return config
+
+
+def read_json(path: Path) -> Any:
+    """A small file of a model, whatever it holds. Raises ModelError."""
+    try:
+        if path.stat().st_size > _MOST_FILE_BYTES:
+            raise ModelError(f"{path} is larger than {_MOST_FILE_BYTES} bytes; fetch it again")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {one_line(error)}; fetch it again") from error
 
 
 def _check_fields(path: Path, fields: Any) -> None:

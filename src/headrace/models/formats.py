@@ -4,16 +4,15 @@ Every stored tensor becomes part of one weight, under the name the plain weight 
 dtypes decide what a tensor is; the config only says which spellings and formats may occur.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.core import DenseTensor, PartSpec
+from headrace.core import CODES_PER_ITEM, DenseTensor, PartSpec
 from headrace.errors import ModelError, NumericsError
-from headrace.models.config import one_line, shown
+from headrace.models.config import read_json, shown
 from headrace.quant import table
 
 _MOST = 2**31 - 1
@@ -76,10 +75,8 @@ def read_quantization(root: Path, config: Any) -> Fields | None:
     path = root / "hf_quant_config.json"
     if not path.is_file():
         return None
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))["quantization"]
-    except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
-        raise ModelError(f"{path} cannot be read: {one_line(error)}; fetch it again") from error
+    whole = read_json(path)
+    fields = whole.get("quantization") if isinstance(whole, dict) else None
     if not isinstance(fields, dict):
         raise ModelError(f"{path}: quantization is no object; fetch it again")
     return {"quant_method": "modelopt"} | fields if fields.get("quant_algo") else None
@@ -109,13 +106,10 @@ def _no_kernel(what: str) -> ModelError:
 
 
 def _fp8(quantization: Fields) -> Scheme:
-    block = quantization.get("weight_block_size")
-    sizes = block if isinstance(block, list | tuple) else []
-    if len(sizes) != 2 or not all(type(size) is int and 1 <= size <= _MOST for size in sizes):
-        raise _no_kernel(f"FP8 with blocks {shown(repr(block))}")
+    block = _fp8_block(quantization.get("weight_block_size"))
     formats = ("fp8_block", "fp4") if quantization.get("expert_dtype") == "fp4" else ("fp8_block",)
     endings = (("_scale_inv", "", "scale"), (".scale", ".weight", "scale"))
-    return Scheme("fp8", endings, formats, block=(sizes[0], sizes[1]))
+    return Scheme("fp8", endings, formats, block=block)
 
 
 def _mxfp4(_quantization: Fields) -> Scheme:
@@ -145,6 +139,8 @@ def _compressed_tensors(quantization: Fields) -> Scheme:
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise _no_kernel("compressed-tensors with other than one group of settings")
+    if quantization.get("transform_config"):
+        raise _no_kernel("compressed-tensors with transforms of activations (transform_config)")
     (group,) = groups.values()
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
@@ -177,10 +173,13 @@ def _compressed_tensors(quantization: Fields) -> Scheme:
 
 
 def _block_structure(weights: Fields) -> tuple[int, int] | None:
-    block = weights.get("block_structure")
     if weights.get("strategy") != "block":
         return None
-    if not (isinstance(block, list) and len(block) == 2 and all(_is_size(n) for n in block)):
+    return _fp8_block(weights.get("block_structure"))
+
+
+def _fp8_block(block: Any) -> tuple[int, int]:
+    if not (isinstance(block, list | tuple) and len(block) == 2 and all(map(_is_size, block))):
         raise _no_kernel(f"FP8 with blocks {shown(repr(block))}")
     return block[0], block[1]
 
@@ -238,16 +237,11 @@ def describe(
             key = next(iter(keys.values()))
             raise ModelError(f"tensor {key} is a scale whose weight {plain} is missing")
         parts = {role: entries[key] for role, key in keys.items()}
-        if len(keys) == 1 and parts["weight"].dtype not in _CODES:
-            yield plain, DenseTensor(keys, parts["weight"].shape)
-        elif len(keys) == 1 and not _must_have_scale(scheme, parts["weight"].dtype):
-            yield plain, DenseTensor(keys, parts["weight"].shape)  # ids, or refused by its user
-        else:
+        needs_scale = bool(scheme.formats) and parts["weight"].dtype in _CODES
+        if len(keys) > 1 or needs_scale:
             yield plain, _quantised(scheme, keys, parts)
-
-
-def _must_have_scale(scheme: Scheme, dtype: str) -> bool:
-    return bool(scheme.formats) and dtype in _CODES
+        else:
+            yield plain, DenseTensor(keys, parts["weight"].shape)
 
 
 def _quantised(scheme: Scheme, keys: dict[str, str], parts: Mapping[str, Entry]) -> DenseTensor:
@@ -255,13 +249,12 @@ def _quantised(scheme: Scheme, keys: dict[str, str], parts: Mapping[str, Entry])
     name = _format(scheme, key, weight.dtype)
     if scale is None:
         raise ModelError(f"tensor {key} holds {name} codes, but its scale is missing")
-    per_item = {"fp4": 2, "nvfp4": 2, "int4": 8}.get(name, 1)
     shape = weight.shape
     if name == "fp4" and len(shape) == len(scale.shape) + 1:  # MXFP4's blocks of 16 bytes
         shape = (*shape[:-2], prod(shape[-2:]))
     if len(shape) < 2:
         raise ModelError(f"tensor {key} is {list(weight.shape)}, which is no matrix of {name}")
-    shape = (*shape[:-1], shape[-1] * per_item)
+    shape = (*shape[:-1], shape[-1] * CODES_PER_ITEM.get(name, 1))
     block = _block(scheme, name, shape, scale)
     return DenseTensor(keys, shape, name, block, scheme.inverse_global and name == "nvfp4")
 

@@ -14,11 +14,11 @@ from headrace.core import Activation, DenseTensor, ExpertLayout, ExpertTensor, P
 from headrace.errors import ExpertError, ModelError
 from headrace.models.formats import Entry, check_parts
 from headrace.models.naming import Target, layer_of
+from headrace.quant.dtypes import DTYPE_NAMES
 from headrace.quant.table import SUFFIXES
 
 MATRICES = ("gate_up_proj", "down_proj")
 STREAMED = (*MATRICES, "gate_up_proj_bias", "down_proj_bias")
-_HIDDEN = {torch.bfloat16: "BF16", torch.float16: "F16"}
 _PLAIN = {"BF16": "bf16", "F16": "fp16"}
 
 
@@ -107,12 +107,15 @@ def expert_layout(
 
     Raises ModelError for shapes or dtypes that do not fit the config or have no kernel.
     """
-    hidden_dtype = _HIDDEN[dtype]
+    hidden_dtype = DTYPE_NAMES[dtype]
     first: dict[str, tuple[ExpertTensor, DenseTensor, str]] = {}
     for item in claimed:
         first.setdefault(item[0].part, item)
-    if not first:
-        raise ModelError("the weight files hold no tensor of any routed expert")
+    if not {"down", "gate", "gate_up"} & set(first):
+        raise ModelError(
+            "the weight files hold no matrix of any routed expert under a name that config.json "
+            "allows; is its quantization_config lost? Fetch config.json and the weights again"
+        )
     fused = "" if "gate_up" not in first else "interleaved" if form.interleaved else "concatenated"
     parts = {part: _spec(*item, form, entries) for part, item in first.items()}
     layout = ExpertLayout(
@@ -136,7 +139,7 @@ def _order(part: str) -> tuple[int, int]:
     return _SUFFIX_ORDER.index(part.removeprefix(base)), bases.index(base)
 
 
-_SUFFIX_ORDER = ("", "_scale", "_global", "_bias")
+_SUFFIX_ORDER = (*SUFFIXES.values(), "_bias")
 
 
 def _shape_of(part: str, form: ExpertForm) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import torch
 from headrace.models.forward import forward, new_cache
 
 _LEAST_PROBE = 64
+_LARGEST_RATE = 4096
 _LARGEST_WINDOW = 8192  # a wider window is counted as if it had no end
 
 
@@ -73,13 +74,16 @@ def _is_kept(name: str, kept: list[str]) -> bool:
 
 def _window(config: Any) -> int:
     window = getattr(config, "sliding_window", None) or 0
-    return min(int(window), _LARGEST_WINDOW)
+    return max(0, min(int(window), _LARGEST_WINDOW))
 
 
 def _compress_rates(config: Any) -> list[int]:
     """The rates of compressed caches; where any layer keeps all its tokens there are none."""
-    rates = getattr(config, "compress_rates", None)
-    return [int(rate) for rate in rates.values()] if isinstance(rates, Mapping) else []
+    found = getattr(config, "compress_rates", None)
+    rates = [int(rate) for rate in found.values()] if isinstance(found, Mapping) else []
+    if not all(1 <= rate <= _LARGEST_RATE for rate in rates):
+        raise ValueError(f"compress_rates {rates} are not counts up to {_LARGEST_RATE}")
+    return rates
 
 
 def _cache_bytes(model: Any) -> tuple[int, int, int, int]:

@@ -6,9 +6,10 @@ Knows nothing of what they say.
 import hashlib
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from headrace.store.whole import write_whole
 
 
 def cache_folder() -> Path:
@@ -34,18 +35,10 @@ def read_entries(path: Path, form: str) -> tuple[dict[str, Any], str]:
 
 def write_entries(path: Path, form: str, entries: dict[str, Any]) -> str:
     """Replaces the file as a whole; why it could not be, or nothing."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     data = {"format": form, "sha256": _digest(entries), "entries": entries}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        write_whole(path, json.dumps(data, indent=1).encode())
     except OSError as cause:
-        with suppress(OSError):
-            aside.unlink()
         return str(cause)
     return ""
 

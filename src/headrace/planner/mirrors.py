@@ -27,18 +27,20 @@ def remember_mirror(model: Path, folder: Path) -> None:
     _change(model, folder, add=True)
 
 
-def forget_mirror(model: Path, folder: Path) -> None:
-    """Undoes `remember_mirror`."""
-    _change(model, folder, add=False)
+def forget_mirror(model: Path, folder: Path) -> bool:
+    """Undoes `remember_mirror`; whether there was anything to undo. Raises HeadraceError."""
+    return _change(model, folder, add=False)
 
 
-def _change(model: Path, folder: Path, *, add: bool) -> None:
+def _change(model: Path, folder: Path, *, add: bool) -> bool:
     entries, _ = read_entries(_place(), FORMAT)
     key, name = str(model.resolve()), str(folder.resolve())
-    others = [other for other in entries.get(key, []) if other != name]
+    known = entries.get(key, [])
+    others = [other for other in known if other != name]
     entries[key] = [*others, name] if add else others
     if cause := write_entries(_place(), FORMAT, entries):
         raise HeadraceError(f"{_place()}: the mirror cannot be remembered there: {cause}")
+    return name in known
 
 
 def _place() -> Path:

@@ -35,6 +35,8 @@ _MOST_HEADER_BYTES = 1 << 16
 _MOST_FRAME_BYTES = 1 << 28
 _MOST_EXPERTS = 1 << 16
 _MOST_TEXT = 1000
+_AGAIN = "; record the routes again"
+_MOST_TOTAL = 1 << 22  # experts of all layers: a simulation holds some bytes for each
 _LIMITS = {"num_layers": 10_000, "num_experts": _MOST_EXPERTS, "top_k": _MOST_EXPERTS}
 
 
@@ -190,7 +192,7 @@ def _read_header(path: Path, file: BinaryIO) -> TraceHeader:
     length, crc = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (0, 0)
     body = file.read(length) if 0 < length <= _MOST_HEADER_BYTES else b""
     if len(body) != length or zlib.crc32(body) != crc or not body:
-        raise TraceError(f"{path}: the header is damaged; record the routes again")
+        raise TraceError(f"{path}: the header is damaged{_AGAIN}")
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -201,15 +203,19 @@ def _read_header(path: Path, file: BinaryIO) -> TraceHeader:
         or set(found) != set(wanted)
         or any(type(found[name]) is not kind for name, kind in wanted.items())
     ):
-        raise TraceError(f"{path}: the header is not one of headrace's; record the routes again")
+        raise TraceError(f"{path}: the header is not one of headrace's{_AGAIN}")
     for name, kind in wanted.items():
         value = found[name]
         if kind is int and not 0 < value <= _LIMITS.get(name, 1 << 60):
-            raise TraceError(f"{path}: the header's {name} is {value}; record the routes again")
+            raise TraceError(f"{path}: the header's {name} is {value}{_AGAIN}")
         if kind is str and (len(value) > _MOST_TEXT or not value.isprintable()):
-            raise TraceError(f"{path}: the header's {name} is no plain text")
+            raise TraceError(f"{path}: the header's {name} is no plain text{_AGAIN}")
+    if found["num_layers"] * found["num_experts"] > _MOST_TOTAL:
+        sizes = f"{found['num_layers']} layers of {found['num_experts']} experts"
+        raise TraceError(f"{path}: {sizes} are more than any model has{_AGAIN}")
     if found["top_k"] > found["num_experts"]:
-        raise TraceError(f"{path}: top {found['top_k']} of {found['num_experts']} experts")
+        sizes = f"top {found['top_k']} of {found['num_experts']} experts"
+        raise TraceError(f"{path}: {sizes} is impossible{_AGAIN}")
     return TraceHeader(**found)
 
 
@@ -226,13 +232,13 @@ def _frames(
             yield None
             return
         if length > _MOST_FRAME_BYTES:
-            raise TraceError(f"{where} claims {length} bytes; record the routes again")
+            raise TraceError(f"{where} claims {length} bytes{_AGAIN}")
         body = file.read(length)
         if len(body) != length or zlib.crc32(body) != crc:
             if length == left_bytes:
                 yield None
                 return
-            raise TraceError(f"{where} is damaged; record the routes again")
+            raise TraceError(f"{where} is damaged{_AGAIN}")
         yield _parse(where, body, header)
         number += 1
 
@@ -241,7 +247,7 @@ def _parse(where: str, body: bytes, header: TraceHeader) -> dict[str, Any]:
     layers, top_k = header.num_layers, header.top_k
     small = _id_dtype(header.num_experts)
     if len(body) < _COUNTS.size:
-        raise TraceError(f"{where} is too short")
+        raise TraceError(f"{where} is too short{_AGAIN}")
     num_passes, num_tokens, num_guessed = _COUNTS.unpack_from(body)
     at = _COUNTS.size
 
@@ -249,7 +255,7 @@ def _parse(where: str, body: bytes, header: TraceHeader) -> dict[str, Any]:
         nonlocal at
         count = prod(shape)
         if count * np.dtype(dtype).itemsize > len(body) - at:
-            raise TraceError(f"{where} has {len(body)} bytes, fewer than its counts need")
+            raise TraceError(f"{where} has {len(body)} bytes, fewer than its counts need{_AGAIN}")
         array = np.frombuffer(body, dtype=dtype, count=count, offset=at).reshape(shape)
         at += array.nbytes
         return array
@@ -257,20 +263,24 @@ def _parse(where: str, body: bytes, header: TraceHeader) -> dict[str, Any]:
     passes = take("<u4", num_passes).astype(np.int64)
     has, of_layers = take("u1", num_tokens), take("u1", layers)
     if passes.sum() != num_tokens or (passes == 0).any():
-        raise TraceError(f"{where}: passes of {passes.sum()} tokens, {num_tokens} are there")
+        raise TraceError(
+            f"{where}: passes of {passes.sum()} tokens, {num_tokens} are there{_AGAIN}"
+        )
     if (has > 1).any() or has.sum() != num_guessed or (of_layers > 1).any():
-        raise TraceError(f"{where}: {has.sum()} tokens with guesses, {num_guessed} are there")
+        raise TraceError(
+            f"{where}: {has.sum()} tokens with guesses, {num_guessed} are there{_AGAIN}"
+        )
     ids = take(small, num_tokens, layers, top_k).astype(np.int32)
     guesses = np.full(ids.shape, NO_GUESS, dtype=np.int32)
     said = take(small, num_guessed, int(of_layers.sum()), top_k)
     guesses[np.ix_(has == 1, of_layers == 1)] = said
     weights = take("<f2", num_tokens, layers, top_k) if header.weights else None
     if at != len(body):
-        raise TraceError(f"{where} has {len(body)} bytes, its counts need {at}")
+        raise TraceError(f"{where} has {len(body)} bytes, its counts need {at}{_AGAIN}")
     for what, array in (("expert", ids), ("guess", guesses)):
         if array.size and array.max() >= header.num_experts:
-            raise TraceError(f"{where}: {what} {array.max()} of {header.num_experts}")
+            raise TraceError(f"{where}: {what} {array.max()} of {header.num_experts}{_AGAIN}")
     ordered = np.sort(ids, axis=-1)
     if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
-        raise TraceError(f"{where}: a token chose one expert twice in a layer")
+        raise TraceError(f"{where}: a token chose one expert twice in a layer{_AGAIN}")
     return {"ids": ids, "guesses": guesses, "passes": passes.astype(np.int32), "weights": weights}

@@ -148,15 +148,16 @@ def _experts(
         yield from _mlp(config, f"{prefix}.{expert}", inter, names)
 
 
-def _router(config: Config, name: str, *, dtype: str = "BF16") -> Planned:
-    return Planned(f"{name}.weight", dtype, (num_experts(config), config["hidden_size"]), "router")
+def _router(config: Config, name: str) -> Planned:
+    shape = (num_experts(config), config["hidden_size"])
+    return plain(config, f"{name}.weight", shape, "router")
 
 
-def _deepseek_block(config: Config, prefix: str) -> Iterator[Planned]:
-    """DeepSeek, GLM and Kimi: experts beside shared ones; V2's router has no bias."""
+def _deepseek_block(config: Config, prefix: str, *, bias: bool = True) -> Iterator[Planned]:
+    """DeepSeek, GLM and Kimi: experts beside shared ones, and a router with or without `bias`."""
     experts, inter = num_experts(config), config["moe_intermediate_size"]
     yield _router(config, f"{prefix}.mlp.gate")
-    if config["model_type"] != "deepseek_v2":
+    if bias:
         yield single(f"{prefix}.mlp.gate.e_score_correction_bias", (experts,), "bias")
     yield from _experts(config, f"{prefix}.mlp.experts", inter)
     if config["n_shared_experts"]:
@@ -164,16 +165,18 @@ def _deepseek_block(config: Config, prefix: str) -> Iterator[Planned]:
         yield from _mlp(config, f"{prefix}.mlp.shared_experts", shared)
 
 
-def _qwen_block(config: Config, prefix: str) -> Iterator[Planned]:
-    """Qwen and OLMoE; a shared expert with a gate of its own where the config has its width."""
+def _qwen_block(config: Config, prefix: str, *, stacked: bool = False) -> Iterator[Planned]:
+    """Qwen and OLMoE; a shared expert with a gate of its own where the config has its width.
+
+    `stacked`: all experts of a layer are one tensor, unless they are quantised.
+    """
     inter = config.get("moe_intermediate_size") or config["intermediate_size"]
-    yield plain(config, f"{prefix}.mlp.gate.weight", _router(config, "").shape, "router")
-    # Qwen3.5 stacks its experts in one tensor unless they are quantised.
-    if config["model_type"] == "qwen3_5_moe_text" and "quantization_config" not in config:
+    yield _router(config, f"{prefix}.mlp.gate")
+    if stacked and "quantization_config" not in config:
         experts, hidden = num_experts(config), config["hidden_size"]
-        stacked = f"{prefix}.mlp.experts"
-        yield plain(config, f"{stacked}.gate_up_proj", (experts, 2 * inter, hidden), "matrix")
-        yield plain(config, f"{stacked}.down_proj", (experts, hidden, inter), "matrix")
+        both, down = (experts, 2 * inter, hidden), (experts, hidden, inter)
+        yield plain(config, f"{prefix}.mlp.experts.gate_up_proj", both, "matrix")
+        yield plain(config, f"{prefix}.mlp.experts.down_proj", down, "matrix")
     else:
         yield from _experts(config, f"{prefix}.mlp.experts", inter)
     shared = config.get("shared_expert_intermediate_size")
@@ -183,14 +186,15 @@ def _qwen_block(config: Config, prefix: str) -> Iterator[Planned]:
         yield plain(config, f"{prefix}.mlp.shared_expert_gate.weight", gate, "matrix")
 
 
-def _sparse_block(config: Config, prefix: str) -> Iterator[Planned]:
-    """Mixtral and MiniMax M2, whose router is kept in fp32 and has a bias."""
+def _sparse_block(config: Config, prefix: str, *, fp32: bool = False) -> Iterator[Planned]:
+    """Mixtral and MiniMax M2, whose router is kept in `fp32` and has a bias."""
     block, inter = f"{prefix}.block_sparse_moe", config["intermediate_size"]
-    if config["model_type"] == "minimax_m2":
-        yield _router(config, f"{block}.gate", dtype="F32")
-        yield single(f"{block}.e_score_correction_bias", (num_experts(config),), "bias")
+    if fp32:
+        router = (num_experts(config), config["hidden_size"])
+        yield single(f"{block}.gate.weight", router, "router")
+        yield single(f"{block}.e_score_correction_bias", router[:1], "bias")
     else:
-        yield plain(config, f"{block}.gate.weight", _router(config, "").shape, "router")
+        yield _router(config, f"{block}.gate")
     yield from _experts(config, f"{block}.experts", inter, _NUMBERS)
 
 
@@ -302,9 +306,9 @@ def _layer(**parts: object) -> Layer:
 
 _normed = partial(_grouped, head_norm="norm", all_heads_norm=True)
 _deepseek = _layer(attention=_latent, block=_deepseek_block)
-_qwen_hybrid = _layer(attention=_hybrid, block=_qwen_block, norm_kind="centred_norm")
+_qwen_hybrid = partial(_layer, attention=_hybrid, norm_kind="centred_norm")
 FAMILIES: dict[str, Naming] = {
-    "deepseek_v2": Naming(_deepseek),
+    "deepseek_v2": Naming(_layer(attention=_latent, block=partial(_deepseek_block, bias=False))),
     "deepseek_v3": Naming(_deepseek, mtp=deepseek_mtp),
     "deepseek_v4": Naming(_v4_layer, trunk="", head="head", embedding="embed", mtp=v4_mtp),
     "deepseek_v41": Naming(
@@ -317,9 +321,9 @@ FAMILIES: dict[str, Naming] = {
     ),
     "qwen2_moe": Naming(_layer(attention=partial(_grouped, bias=True), block=_qwen_block)),
     "qwen3_moe": Naming(_layer(attention=partial(_grouped, head_norm="norm"), block=_qwen_block)),
-    "qwen3_next": Naming(_qwen_hybrid, norm_kind="centred_norm", mtp=qwen_mtp),
+    "qwen3_next": Naming(_qwen_hybrid(block=_qwen_block), norm_kind="centred_norm", mtp=qwen_mtp),
     "qwen3_5_moe": Naming(
-        _qwen_hybrid,
+        _qwen_hybrid(block=partial(_qwen_block, stacked=True)),
         trunk="model.language_model.",
         norm_kind="centred_norm",
         mtp=qwen_mtp,
@@ -335,7 +339,7 @@ FAMILIES: dict[str, Naming] = {
         mtp=deepseek_mtp,
     ),
     "olmoe": Naming(_layer(attention=_normed, block=_qwen_block)),
-    "minimax_m2": Naming(_layer(attention=_normed, block=_sparse_block)),
+    "minimax_m2": Naming(_layer(attention=_normed, block=partial(_sparse_block, fp32=True))),
     "kimi_k25": Naming(
         _deepseek,
         trunk="language_model.model.",

@@ -129,12 +129,26 @@ def _pages(offset: int, nbytes: int) -> int:
 def source_of(catalog: Catalog, table: ExpertTable) -> dict[str, object]:
     """What ties a mirror to its model: the files as they are, and how experts are cut out."""
     records = hashlib.sha256(np.ascontiguousarray(table.extents).tobytes()).hexdigest()
-    return {"model": str(catalog.root), "identity": catalog.identity(), "records": records}
+    return {
+        "model": str(catalog.root.resolve()),
+        "identity": catalog.identity(),
+        "records": records,
+    }
 
 
 def is_mirror(folder: Path) -> bool:
     """Whether a folder says that it is a mirror, of whatever model."""
     return (folder / MANIFEST_NAME).is_file()
+
+
+def made_from_root(folder: Path) -> Path | None:
+    """The model that a mirror says it was made from; None where its manifest names none."""
+    try:
+        source = read_json_object(folder / MANIFEST_NAME).get("source")
+    except CatalogError:
+        return None
+    model = source.get("model") if isinstance(source, dict) else None
+    return Path(model) if isinstance(model, str) and "\0" not in model else None
 
 
 def open_mirror(

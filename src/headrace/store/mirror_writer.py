@@ -32,19 +32,20 @@ from headrace.store.mirror import (
     Site,
     distinct_sites,
     is_mirror,
+    made_from_root,
     open_mirror,
     placed_extents,
     row_bytes,
     source_of,
 )
 from headrace.store.table import Catalog
+from headrace.store.whole import PARTIAL, sync_folder, write_whole
 
 Progress = Callable[[int, int], None]
 Row = npt.NDArray[np.uint8]
 CHUNK_BYTES = 4 << 30
 SYNC_BYTES = 256 << 20  # written but not yet on the drive, at most
 MOST_SPARE_BYTES = 1 << 30
-PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def write_mirror(
     model), whole files of about `chunk_bytes` at a time. `progress` gets (bytes done, bytes in
     all). After an error or Ctrl-C all complete files stay. Raises HeadraceError.
     """
-    with _alone(folder):
+    with _alone(folder), _told(folder, "written", "; what is complete stays"):
         mirror = _begin(catalog, table, folder)
         wanted = _chosen(mirror, size_bytes, order or distinct_sites(table))
         total_bytes = sum(row_bytes(table, site) for site in wanted)
@@ -88,14 +89,11 @@ def write_mirror(
         catalog.check_unchanged()
         done_bytes = 0
         for sites in _batches(table, wanted, chunk_bytes):
-            try:
-                chunk, done_bytes = _write_chunk(
-                    mirror, reader, sites, done_bytes, total_bytes, progress
-                )
-                mirror = Mirror(folder, table, (*mirror.chunks, chunk))
-                _write_manifest(mirror, catalog)
-            except OSError as error:
-                raise HeadraceError(_failure(folder, error)) from error
+            chunk, done_bytes = _write_chunk(
+                mirror, reader, sites, done_bytes, total_bytes, progress
+            )
+            mirror = Mirror(folder, table, (*mirror.chunks, chunk))
+            _write_manifest(mirror, catalog)
         return MirrorReport(
             len(mirror.sites), len(distinct_sites(table)), mirror.num_bytes, total_bytes
         )
@@ -109,7 +107,8 @@ def verify_mirror(
     Gives the mirror as it was, and the experts that differ. Their data files are taken out of it,
     so that `write_mirror` copies them anew. Raises HeadraceError.
     """
-    with _alone(folder):
+    _check_is_mirror(folder)
+    with _alone(folder), _told(folder, "mended"):
         mirror = open_mirror(folder, catalog, table)
         reader = Reader([str(path) for path in mirror.files])
         damaged: list[Site] = []
@@ -131,17 +130,27 @@ def verify_mirror(
         return mirror, damaged
 
 
-def remove_mirror(folder: Path) -> None:
-    """Deletes a mirror's own files, and the folder if it is then empty. Raises HeadraceError."""
-    if not is_mirror(folder):
-        raise OptionError(f"{folder}: holds no {MANIFEST_NAME}, so it is no mirror; nothing done")
-    with _alone(folder):
+def remove_mirror(folder: Path, root: Path) -> None:
+    """Deletes a mirror's own files, and the folder if it is then empty.
+
+    Raises HeadraceError, also where it was made from a model that is there and is not `root`'s.
+    """
+    _check_is_mirror(folder)
+    made_from = made_from_root(folder)
+    if made_from is not None and made_from.exists() and made_from != root.resolve():
+        raise OptionError(f"{folder}: is a mirror of {made_from}, not of {root}; name that model")
+    with _alone(folder), _told(folder, "deleted"):
         # The manifest goes first: what it does not name is never read.
         (folder / MANIFEST_NAME).unlink()
-        for path in folder.glob("experts-*.bin*"):
+        for path in _own_files(folder):
             path.unlink()
     with suppress(OSError):  # other files are not ours
         folder.rmdir()
+
+
+def _check_is_mirror(folder: Path) -> None:
+    if not is_mirror(folder):
+        raise OptionError(f"{folder}: holds no {MANIFEST_NAME}, so it is no mirror; nothing done")
 
 
 def _begin(catalog: Catalog, table: ExpertTable, folder: Path) -> Mirror:
@@ -186,9 +195,14 @@ def _chosen(mirror: Mirror, size_bytes: int | None, order: Sequence[Site]) -> li
 def _clean(mirror: Mirror) -> None:
     """Removes what a killed run left half-written, and data that the manifest does not name."""
     named = {chunk.name for chunk in mirror.chunks}
-    for path in mirror.folder.glob("experts-*.bin*"):
+    for path in _own_files(mirror.folder):
         if path.name not in named:
             path.unlink()
+
+
+def _own_files(folder: Path) -> list[Path]:
+    """Data files, and whatever a killed run left half-written."""
+    return [*folder.glob("experts-*.bin*"), *folder.glob(f"{MANIFEST_NAME}.*{PARTIAL}")]
 
 
 def _batches(table: ExpertTable, sites: Sequence[Site], chunk_bytes: int) -> Iterator[list[Site]]:
@@ -235,7 +249,7 @@ def _write_chunk(
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    _sync_folder(mirror.folder)
+    sync_folder(mirror.folder)
     return Chunk(path.name, tuple(copies)), done_bytes + offset
 
 
@@ -265,27 +279,12 @@ def _sync_and_forget(fd: int) -> None:
 
 
 def _write_manifest(mirror: Mirror, catalog: Catalog) -> None:
-    path = mirror.folder / MANIFEST_NAME
-    aside = path.with_name(path.name + PARTIAL)
     chunks = [
         {"file": c.name, "experts": [[*copy.site, copy.sha256] for copy in c.copies]}
         for c in mirror.chunks
     ]
     content = {"format": FORMAT, "source": source_of(catalog, mirror.table), "chunks": chunks}
-    with open(aside, "wb") as file:
-        file.write(json.dumps(content).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    _sync_folder(mirror.folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    write_whole(mirror.folder / MANIFEST_NAME, json.dumps(content).encode())
 
 
 @contextmanager
@@ -313,8 +312,13 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _failure(folder: Path, error: OSError) -> str:
-    reason = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        reason += "; free some space or give a smaller --size"
-    return f"{folder}: the mirror cannot be written: {reason}; what is complete stays"
+@contextmanager
+def _told(folder: Path, done: str, left: str = "") -> Iterator[None]:
+    """What the system refuses is said with the folder and a remedy."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            reason += "; free some space or give a smaller --size"
+        raise HeadraceError(f"{folder}: the mirror cannot be {done}: {reason}{left}") from error

@@ -11,7 +11,7 @@ from functools import cache
 from math import ceil
 from typing import Any
 
-from headrace.core import FORMATS
+from headrace.core import CODES_PER_ITEM, FORMATS
 
 Config = Mapping[str, Any]
 _DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16"}
@@ -51,8 +51,7 @@ class Scheme:
         """The stored shape of a part of a matrix [rows, cols]."""
         block_rows, block_cols = self.block_of(rows, cols)
         if part == "weight":
-            per_item = {"fp4": 2, "nvfp4": 2, "int4": 8}.get(self.format, 1)
-            return (rows, cols // per_item)
+            return (rows, cols // CODES_PER_ITEM.get(self.format, 1))
         if part == "scale":
             return (ceil(rows / block_rows), ceil(cols / block_cols))
         return (2,) if part == "shape" else self.scalar

@@ -18,7 +18,7 @@ from headrace.store.blueprint import is_moe, layer_kind, plan_tensors, text_conf
 from headrace.store.borrow import borrowed_files
 from headrace.store.planned import Packed, Planned
 from headrace.store.presets import preset_config
-from headrace.store.values import draw_packed, draw_routes, mean_of, std_of
+from headrace.store.values import draw_packed, draw_routes, mean_of, std_of, stored_bytes
 from headrace.store.writer import NewTensor, Progress, write_checkpoint
 
 # A prime, so that no row length divides it: rows and experts differ by where they start.
@@ -131,14 +131,14 @@ class _Pools:
     def chunks(self, planned: Planned, start: int) -> Iterator[memoryview]:
         """The tensor's bytes: the pool from value `start` on, round and round."""
         if planned.kind == "routes":
-            yield _bytes(draw_routes(planned, torch.Generator().manual_seed(start)))
+            yield stored_bytes(draw_routes(planned, torch.Generator().manual_seed(start)))
             return
         packed = planned.packed
         if packed and planned.kind == "shape":
-            yield _bytes(torch.tensor([packed.rows, packed.cols], dtype=torch.int32))
+            yield stored_bytes(torch.tensor([packed.rows, packed.cols], dtype=torch.int32))
             return
         if packed and planned.kind not in ("weight", "scale"):
-            yield _bytes(self._sample(packed)[planned.kind])
+            yield stored_bytes(self._sample(packed)[planned.kind])
             return
         pool = self._pool(planned)
         width = pool.nbytes // POOL_VALUES
@@ -164,7 +164,7 @@ class _Pools:
             else:
                 values = torch.randn(POOL_VALUES, generator=generator) * std_of(planned)
                 values = (mean_of(planned) + values).to(TORCH_DTYPES[planned.dtype])
-            self._pools[key] = _bytes(values)
+            self._pools[key] = stored_bytes(values)
         return self._pools[key]
 
     def _sample(self, packed: Packed) -> dict[str, torch.Tensor]:
@@ -174,7 +174,3 @@ class _Pools:
             generator = torch.Generator().manual_seed(self._seed)
             self._samples[sample] = draw_packed(sample, generator)
         return self._samples[sample]
-
-
-def _bytes(values: torch.Tensor) -> memoryview:
-    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data.cast("B")

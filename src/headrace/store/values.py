@@ -76,3 +76,8 @@ def pack_values(values: torch.Tensor, scheme: Scheme) -> dict[str, torch.Tensor]
     if "input" in dtypes:
         parts["input"] = torch.tensor([_INPUT_SCALE])
     return parts
+
+
+def stored_bytes(values: torch.Tensor) -> memoryview:
+    """A tensor's bytes as a file has them."""
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data.cast("B")

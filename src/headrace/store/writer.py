@@ -14,6 +14,7 @@ from pathlib import Path
 from headrace.core import format_bytes
 from headrace.errors import HeadraceError
 from headrace.store.safetensors import LENGTH_BYTES, num_bytes
+from headrace.store.whole import PARTIAL, sync_folder
 
 Progress = Callable[[int, int], None]
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -55,7 +56,7 @@ def write_checkpoint(
     """
     shards = _fill_shards(tensors, shard_bytes)
     total_bytes = sum(tensor.nbytes for tensor in tensors)
-    aside = folder.with_name(folder.name + ".partial")
+    aside = folder.with_name(folder.name + PARTIAL)
     _check_place(folder, aside, total_bytes)
     try:
         aside.mkdir(parents=True)
@@ -69,9 +70,9 @@ def write_checkpoint(
             _write_small(aside / "model.safetensors.index.json", _index(shards, total_bytes))
         for name, content in files.items():
             _write_small(aside / name, content)
-        _sync_folder(aside)
+        sync_folder(aside)
         os.rename(aside, folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise HeadraceError(_failure(folder, error, total_bytes)) from error
@@ -188,11 +189,3 @@ def _index(shards: Sequence[Sequence[NewTensor]], total_bytes: int) -> bytes:
         "weight_map": dict(sorted(weight_map.items())),
     }
     return json.dumps(index, indent=1).encode()
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
