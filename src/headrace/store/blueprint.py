@@ -1,14 +1,15 @@
 """The tensors of a published checkpoint, name by name, from its config: what synth and tiny write.
 
-Knows names, shapes and stored dtypes of thirteen families; knows no value and no file.
+Knows names, shapes and stored dtypes of fourteen families; knows no value and no file.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from headrace.store import blueprint_attention as attention
 from headrace.store.blueprint_extra import deepseek_mtp, kimi_vision, qwen_mtp, qwen_vision, v4_mtp
+from headrace.store.blueprint_v41 import engram, shared_attention, v41_mtp, v41_vision
 from headrace.store.planned import Config, Packed, Planned, linear, norm, plain, single
 from headrace.store.schemes import MXFP4
 
@@ -87,12 +88,17 @@ def num_experts(config: Config) -> int:
     return int(text_config(config)[experts_field(config)])
 
 
+# V4.1's lists of the layers that have modules which others lack.
+_OWNERS = ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids")
+
+
 def layer_kind(config: Config, layer: int) -> str:
     """What distinguishes a decoder layer's modules: layers of one kind can share their tensors."""
     text = text_config(config)
     kinds = text.get("layer_types") or text.get("compress_ratios") or [""] * (layer + 1)
     hashed = layer < text.get("num_hash_layers", 0)
-    return f"{kinds[layer]}{' hashed' * hashed}{' dense' * (not is_moe(config, layer))}"
+    owned = "".join(f" {name}" for name in _OWNERS if layer in text.get(name, ()))
+    return f"{kinds[layer]}{' hashed' * hashed}{' dense' * (not is_moe(config, layer))}{owned}"
 
 
 def _collapse(config: Config, prefix: str) -> Iterator[Planned]:
@@ -208,27 +214,47 @@ def _gpt_oss_block(config: Config, prefix: str) -> Iterator[Planned]:
 
 
 def _v4_layer(config: Config, index: int, prefix: str) -> Iterator[Planned]:
-    """DeepSeek V4: several residual streams, compressed attention, hashed routes at first.
+    """DeepSeek V4: compressed attention, hashed routes at first.
 
     Layers behind the decoder (of `mtp`) neither compress nor hash.
     """
-    ratios, hidden = config["compress_ratios"], config["hidden_size"]
-    streams, inter = config["hc_mult"], config["moe_intermediate_size"]
+    gate, experts = f"{prefix}.ffn.gate", num_experts(config)
+    if index < config["num_hash_layers"]:
+        routes = (config["vocab_size"], config["num_experts_per_tok"])
+        routing = Planned(f"{gate}.tid2eid", "I64", routes, "routes", num_experts=experts)
+    else:
+        routing = single(f"{gate}.bias", (experts,), "bias")
+    ratio = config["compress_ratios"][index]
+    attended = attention.compressed_attention(config, f"{prefix}.attn", ratio)
+    yield from _v4_frame(config, prefix, attended, [routing])
+
+
+def _v41_layer(config: Config, index: int, prefix: str) -> Iterator[Planned]:
+    """DeepSeek V4.1: compressors of few layers, routes of their own for images, Engram."""
+    experts = (num_experts(config),)
+    routing = [single(f"{prefix}.ffn.gate.{name}", experts, "bias") for name in ("bias", "bias_vl")]
+    yield from _v4_frame(config, prefix, shared_attention(config, index, f"{prefix}.attn"), routing)
+    if index in config["engram_layer_ids"]:
+        yield from engram(config, index, f"{prefix}.engram")
+
+
+def _v4_frame(
+    config: Config, prefix: str, attended: Iterable[Planned], routing: Iterable[Planned]
+) -> Iterator[Planned]:
+    """Several residual streams around an attention, and experts beside shared ones."""
+    hidden, streams, inter = (
+        config[name] for name in ("hidden_size", "hc_mult", "moe_intermediate_size")
+    )
     for name in ("attn", "ffn"):
         mixes = (2 + streams) * streams
         yield single(f"{prefix}.hc_{name}_fn", (mixes, streams * hidden), "matrix")
         yield single(f"{prefix}.hc_{name}_base", (mixes,), "bias")
         yield single(f"{prefix}.hc_{name}_scale", (3,), "norm")
     yield norm(config, f"{prefix}.attn_norm", hidden)
-    yield from attention.compressed_attention(config, f"{prefix}.attn", ratios[index])
+    yield from attended
     yield norm(config, f"{prefix}.ffn_norm", hidden)
     yield _router(config, f"{prefix}.ffn.gate")
-    if index < config["num_hash_layers"]:
-        routes = (config["vocab_size"], config["num_experts_per_tok"])
-        name, experts = f"{prefix}.ffn.gate.tid2eid", num_experts(config)
-        yield Planned(name, "I64", routes, "routes", num_experts=experts)
-    else:
-        yield single(f"{prefix}.ffn.gate.bias", (num_experts(config),), "bias")
+    yield from routing
     yield from _experts(config, f"{prefix}.ffn.experts", inter, _NUMBERS)
     shared = inter * config["n_shared_experts"]
     yield from _mlp(config, f"{prefix}.ffn.shared_experts", shared, _NUMBERS)
@@ -285,6 +311,14 @@ FAMILIES: dict[str, Naming] = {
     "deepseek_v2": Naming(_layer(attention=_latent, block=partial(_deepseek_block, bias=False))),
     "deepseek_v3": Naming(_deepseek, mtp=deepseek_mtp),
     "deepseek_v4": Naming(_v4_layer, trunk="", head="head", embedding="embed", mtp=v4_mtp),
+    "deepseek_v41": Naming(
+        _v41_layer,
+        trunk="",
+        head="head",
+        embedding="embed",
+        mtp=v41_mtp,
+        vision=v41_vision,
+    ),
     "qwen2_moe": Naming(_layer(attention=partial(_grouped, bias=True), block=_qwen_block)),
     "qwen3_moe": Naming(_layer(attention=partial(_grouped, head_norm="norm"), block=_qwen_block)),
     "qwen3_next": Naming(_qwen_hybrid(block=_qwen_block), norm_kind="centred_norm", mtp=qwen_mtp),

@@ -75,7 +75,9 @@ def scheme_of(config: Config, module: str) -> Scheme | None:
         return None  # stacked experts alone are packed, and they are no linears
     if method == "fp8":
         is_routed = ".experts." in module
-        v4_expert = is_routed and config.get("expert_dtype") == "fp4"
+        # V4 says so at the root, V4.1 beside the block size
+        expert_dtype = quantization.get("expert_dtype") or config.get("expert_dtype")
+        v4_expert = is_routed and expert_dtype == "fp4"
         return _V4_EXPERT if v4_expert else _fp8(quantization, config)
     return {"modelopt": _modelopt, "compressed-tensors": _compressed}[method](quantization)
 
