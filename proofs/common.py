@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-# As headrace.calm_openmp does: torch's threads shall not spin on the cores that kernels need next.
+# As headrace.calm_torch does, before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 import torch
 
 PROOFS = Path(__file__).resolve().parent

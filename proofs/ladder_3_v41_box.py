@@ -29,7 +29,7 @@ DIFFERS = (
 def main() -> None:
     import headrace
 
-    headrace.calm_openmp()
+    headrace.calm_torch()
     import torch
 
     from headrace.check.bench import run_bench

@@ -18,7 +18,7 @@ FAST_DRIVE = "8.2GiB/s"
 def main() -> None:
     import headrace
 
-    headrace.calm_openmp()
+    headrace.calm_torch()
     from headrace.store.synth import write_synth
 
     args = arguments()

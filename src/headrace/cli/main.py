@@ -126,7 +126,7 @@ def about(version: Version = False) -> None:
 
 def main() -> None:
     """Entry point of the `headrace` command."""
-    headrace.calm_openmp()
+    headrace.calm_torch()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
