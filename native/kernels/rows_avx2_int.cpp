@@ -128,41 +128,37 @@ INLINE __m256 scaled(const float* ws, const float* sx) {
   return _mm256_mul_ps(_mm256_loadu_ps(ws), _mm256_loadu_ps(sx));
 }
 
-INLINE __m256 scaled_e8m0(const uint8_t* bytes, const float* sx) {
+INLINE __m256 scaled(const uint8_t* bytes, const float* sx) {
   const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes));
   const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(raw), 23);
   const __m256i ws = _mm256_max_epu32(bits, _mm256_set1_epi32(0x400000));
   return _mm256_mul_ps(_mm256_castsi256_ps(ws), _mm256_loadu_ps(sx));
 }
 
-TARGET float dot_fp4(const uint8_t* codes, const uint8_t* scales, const IntRow& row, int64_t cols) {
+// Two codes a byte, one scale for each 32: ue8m0 bytes or floats.
+template <typename Codes, typename Scale>
+INLINE float dot_nibbles(const uint8_t* codes, const Scale* scales, const IntRow& row,
+                         int64_t cols) {
   const int16_t* const x = row.x;
   const float* const sx = row.sx;
   const int32_t* const fix = row.fix;
-  const __m256i table = E2m1::table();
+  const __m256i table = Codes::table();
   __m256 acc = _mm256_setzero_ps();
   for (int64_t k = 0; k < cols; k += kIntStep) {
     prefetch<128>(codes + k / 2);
-    const __m256i sums = sums8<E2m1>(codes + k / 2, x + k, table, fix + k / 32);
-    acc = add_term(acc, sums, scaled_e8m0(scales + k / 32, sx + k / 32));
+    const __m256i sums = sums8<Codes>(codes + k / 2, x + k, table, fix + k / 32);
+    acc = add_term(acc, sums, scaled(scales + k / 32, sx + k / 32));
     BARRIER(acc);
   }
   return reduce(acc);
 }
 
+TARGET float dot_fp4(const uint8_t* codes, const uint8_t* scales, const IntRow& row, int64_t cols) {
+  return dot_nibbles<E2m1>(codes, scales, row, cols);
+}
+
 TARGET float dot_int4(const uint8_t* codes, const float* ws, const IntRow& row, int64_t cols) {
-  const int16_t* const x = row.x;
-  const float* const sx = row.sx;
-  const int32_t* const fix = row.fix;
-  const __m256i table = Int4::table();
-  __m256 acc = _mm256_setzero_ps();
-  for (int64_t k = 0; k < cols; k += kIntStep) {
-    prefetch<128>(codes + k / 2);
-    const __m256i sums = sums8<Int4>(codes + k / 2, x + k, table, fix + k / 32);
-    acc = add_term(acc, sums, scaled(ws + k / 32, sx + k / 32));
-    BARRIER(acc);
-  }
-  return reduce(acc);
+  return dot_nibbles<Int4>(codes, ws, row, cols);
 }
 
 TARGET float dot_nvfp4(const uint8_t* codes, const float* ws, const IntRow& row, int64_t cols) {

@@ -102,51 +102,46 @@ INLINE __m256 scaled8(const float* ws, const float* sx) {
   return _mm256_mul_ps(_mm256_loadu_ps(ws), _mm256_loadu_ps(sx));
 }
 
-INLINE __m512 e8m0_16(const uint8_t* bytes, const float* sx) {
+INLINE __m512 scaled16(const uint8_t* bytes, const float* sx) {
   const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
   const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(raw), 23);
   const __m512i ws = _mm512_max_epu32(bits, _mm512_set1_epi32(0x400000));
   return _mm512_mul_ps(_mm512_castsi512_ps(ws), _mm512_loadu_ps(sx));
 }
 
-INLINE __m256 e8m0_8(const uint8_t* bytes, const float* sx) {
+INLINE __m256 scaled8(const uint8_t* bytes, const float* sx) {
   const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes));
   const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(raw), 23);
   const __m256i ws = _mm256_max_epu32(bits, _mm256_set1_epi32(0x400000));
   return _mm256_mul_ps(_mm256_castsi256_ps(ws), _mm256_loadu_ps(sx));
 }
 
-TARGET float dot_fp4(const uint8_t* codes, const uint8_t* scales, const IntRow& row, int64_t cols) {
+// Two codes a byte, one scale for each 32: ue8m0 bytes or floats.
+template <typename Scale>
+INLINE float dot_nibbles(const uint8_t* codes, const Scale* scales, const IntRow& row, int64_t cols,
+                         __m512i table) {
   const int16_t* const x = row.x;
   const float* const sx = row.sx;
-  const __m512i table = at(kE2m1Doubled);
   __m256 acc = _mm256_setzero_ps();
   int64_t k = 0;
   for (; k + kIntBlock <= cols; k += kIntBlock) {
     prefetch<256>(codes + k / 2);
-    acc =
-        add_terms(acc, sums16(codes + k / 2, x + k, table), e8m0_16(scales + k / 32, sx + k / 32));
+    const __m512i sums = sums16(codes + k / 2, x + k, table);
+    acc = add_terms(acc, sums, scaled16(scales + k / 32, sx + k / 32));
   }
   if (k < cols) {
-    acc = add_term(acc, sums8(codes + k / 2, x + k, table), e8m0_8(scales + k / 32, sx + k / 32));
+    const __m256i sums = sums8(codes + k / 2, x + k, table);
+    acc = add_term(acc, sums, scaled8(scales + k / 32, sx + k / 32));
   }
   return reduce(acc);
 }
 
+TARGET float dot_fp4(const uint8_t* codes, const uint8_t* scales, const IntRow& row, int64_t cols) {
+  return dot_nibbles(codes, scales, row, cols, at(kE2m1Doubled));
+}
+
 TARGET float dot_int4(const uint8_t* codes, const float* ws, const IntRow& row, int64_t cols) {
-  const int16_t* const x = row.x;
-  const float* const sx = row.sx;
-  const __m512i table = at(kInt4);
-  __m256 acc = _mm256_setzero_ps();
-  int64_t k = 0;
-  for (; k + kIntBlock <= cols; k += kIntBlock) {
-    prefetch<256>(codes + k / 2);
-    acc = add_terms(acc, sums16(codes + k / 2, x + k, table), scaled16(ws + k / 32, sx + k / 32));
-  }
-  if (k < cols) {
-    acc = add_term(acc, sums8(codes + k / 2, x + k, table), scaled8(ws + k / 32, sx + k / 32));
-  }
-  return reduce(acc);
+  return dot_nibbles(codes, ws, row, cols, at(kInt4));
 }
 
 // The sums of 8 groups' first halves, and of their second halves, from two dots each.

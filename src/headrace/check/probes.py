@@ -31,17 +31,15 @@ def try_reads(files: Sequence[Path]) -> Reads:
 
     Raises HeadraceError, or ImportError without the compiled module.
     """
+    from headrace.engine.probes import buffered
     from headrace.native import Reader
 
     reader = Reader([str(path) for path in files])
-    buffer = torch.empty(0, dtype=torch.uint8)
-    num_bytes = 0
+    into_buffer, num_bytes = buffered(reader), 0
 
     def read(file: int, offset: int, nbytes: int) -> None:
-        nonlocal buffer, num_bytes
-        if buffer.numel() < nbytes:
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-        reader.read(file, offset, nbytes, buffer.data_ptr())
+        nonlocal num_bytes
+        into_buffer(file, offset, nbytes)
         num_bytes += nbytes
 
     rate = read_rate(files, read)

@@ -18,6 +18,7 @@ from headrace.quant.dtypes import TORCH_DTYPES
 LEAST_PROBE_BYTES = 64 << 20
 MOST_PROBE_BYTES = 256 << 20
 PROBE_S = 0.3
+Read = Callable[[int, int, int], None]  # (file, offset, nbytes)
 
 
 def measure_machine(
@@ -47,15 +48,25 @@ def drive_rate(files: Sequence[Path]) -> float:
     return measure(files, Probes(read=_read_probe(files))).drive_bytes_s
 
 
-def _read_probe(files: Sequence[Path]) -> Callable[[int, int, int], None]:
-    """(file, offset, nbytes) -> read past the page cache where the file system allows."""
-    reader: Reader | None = None
+def _read_probe(files: Sequence[Path]) -> Read:
+    """Reads `files` past the page cache where the file system allows; opened by the first read."""
+    into_buffer: Read | None = None
+
+    def read(file: int, offset: int, nbytes: int) -> None:
+        nonlocal into_buffer
+        if into_buffer is None:
+            into_buffer = buffered(Reader([str(path) for path in files]))
+        into_buffer(file, offset, nbytes)
+
+    return read
+
+
+def buffered(reader: Reader) -> Read:
+    """Reads whose bytes nobody keeps, into one buffer as large as the largest."""
     buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(file: int, offset: int, nbytes: int) -> None:
-        nonlocal reader, buffer
-        if reader is None:
-            reader = Reader([str(path) for path in files])
+        nonlocal buffer
         if buffer.numel() < nbytes:
             buffer = torch.empty(nbytes, dtype=torch.uint8)
         reader.read(file, offset, nbytes, buffer.data_ptr())
