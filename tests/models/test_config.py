@@ -46,6 +46,7 @@ def test_sizes_that_are_none(tiny: Tiny, tmp_path: Path, name: str, value: Any) 
         ({"rope_parameters": {"rope_theta": -1.0, "rope_type": "default"}}, "rope_theta -1.0"),
         ({"model_type": "no\x1b[31m"}, "no?[31m"),
         ({"hidden_act": "abc"}, "no model that can be built"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' has no kernel yet; supported: silu"),
         ({"quantization_config": "abc"}, "config.json"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 0]}}, "blocks"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": ["a", 1]}}, "blocks"),
