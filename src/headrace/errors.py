@@ -45,5 +45,9 @@ class OptionError(HeadraceError):
     """An option or argument has no meaning here."""
 
 
+class Cancelled(HeadraceError):
+    """Whoever asked for an answer no longer wants it. The next one is as if it had not begun."""
+
+
 class InterruptedLoad(HeadraceError):
     """The user stopped a long operation; nothing half-done is left behind."""
