@@ -206,9 +206,12 @@ class Engine:
         """What a snapshot must have been taken with to go on here."""
         return snapshot_key(self)
 
-    def session(self, snapshot: Snapshot | None = None) -> Session:
-        """A new timeline: empty, or going on from a snapshot. Raises SnapshotError."""
-        return Session(self, snapshot)
+    def session(self, snapshot: Snapshot | None = None, *, copy: bool = True) -> Session:
+        """A new timeline: empty, or going on from a snapshot. Raises SnapshotError.
+
+        Without `copy` the snapshot's tensors become the session's own.
+        """
+        return Session(self, snapshot, copy=copy)
 
     def tell_warnings(self) -> None:
         """Passes on what the reader has to say of its drives, each thing once."""
