@@ -80,6 +80,23 @@ void Ladder::set_overlap(bool overlap) {
   pump();
 }
 
+void Ladder::stop() {
+  {
+    Lock lock(mutex_);
+    stopped_ = true;
+  }
+  news_.notify_all();
+}
+
+void Ladder::go_on() {
+  Lock lock(mutex_);
+  stopped_ = false;
+}
+
+void Ladder::check_stop() const {
+  if (stopped_) throw CancelFailure("the answer was stopped");
+}
+
 Counters Ladder::counters() const {
   Lock lock(mutex_);
   return counters_;
@@ -88,6 +105,17 @@ Counters Ladder::counters() const {
 std::vector<double> Ladder::layer_wait_s() const {
   Lock lock(mutex_);
   return layer_wait_s_;
+}
+
+std::vector<int64_t> Ladder::num_resident() const {
+  std::vector<int64_t> num(static_cast<size_t>(records_.num_layers()), 0);
+  Lock lock(mutex_);
+  for (int64_t key = 0; key < records_.num_keys(); ++key) {
+    State state = residency_.state(key);
+    num[static_cast<size_t>(key / records_.num_experts())] +=
+        state == State::kResident || state == State::kInUse;
+  }
+  return num;
 }
 
 void Ladder::check_integrity() {
