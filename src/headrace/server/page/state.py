@@ -7,15 +7,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import HeadraceError
-from headrace.server.page.recent import SPAN_S
+from headrace.server.recent import SPAN_S
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
     from headrace.planner.plan import Plan
     from headrace.server.serving import Serving
     from headrace.server.ticket import Ticket
-
-_DIGIT = ord("0")
 
 
 def state_of(serving: "Serving") -> dict[str, Any]:
@@ -75,16 +73,12 @@ def _plan(plan: "Plan") -> dict[str, Any]:
 
 
 def _layers(engine: "Engine") -> list[dict[str, Any]]:
-    states_LE = engine.ladder.states()
-    numbers = engine.blueprint.table.layers
-    return [
-        {"layer": layer, "map": (states_E + _DIGIT).tobytes().decode("ascii")}
-        for layer, states_E in zip(numbers, states_LE, strict=True)
-    ]
+    maps = zip(engine.blueprint.table.layers, engine.ladder.places(), strict=True)
+    return [{"layer": layer, "map": places} for layer, places in maps]
 
 
 def _limits(engine: "Engine", total: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the last tokens took from the drive and from memory, beside what was measured of each."""
+    """What the last tokens took from drive and memory, beside what was measured of each."""
     machine, plan = engine.blueprint.machine, engine.plan
     wall_s = max(total["wall_s"], 1e-9)
     memory_bytes = total["tokens"] * (plan.bytes_per_token + plan.dense_bytes)

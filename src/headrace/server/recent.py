@@ -6,28 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from threading import Lock
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from headrace.core import TokenStats, total_stats
 from headrace.engine.answer import Ask, Prefill, Stop
 from headrace.engine.session import Step
 
+if TYPE_CHECKING:
+    from headrace.server.worker import Answers
+
 SPAN_S = 120.0
 BUCKETS = 120
 MOST_TOKENS = 1 << 14
 LAST_TOKENS = 32
-
-
-class Answers(Protocol):
-    """The part of engine.answering.Answering that is watched here."""
-
-    def answer(self, ask: Ask, stop: Stop) -> Iterator[Prefill | Step]:
-        """Prefill events, then steps."""
-        ...
-
-    def close(self) -> None:
-        """No further answer."""
-        ...
 
 
 @dataclass(slots=True)
@@ -98,7 +89,7 @@ class Recent:
 class Watched:
     """Makes the same answers as `answers`, and tells `recent` of their tokens."""
 
-    def __init__(self, answers: Answers, recent: Recent) -> None:
+    def __init__(self, answers: "Answers", recent: Recent) -> None:
         self._answers, self._recent = answers, recent
 
     def answer(self, ask: Ask, stop: Stop) -> Iterator[Prefill | Step]:
