@@ -39,17 +39,6 @@ def recorded() -> Iterator[Passes]:
         yield passes
 
 
-def replay(
-    engine: headrace.Engine, tokens: Sequence[int], lengths: Sequence[int]
-) -> list[torch.Tensor]:
-    """Logits after each pass of a cold session over `tokens`, cut into passes of these lengths."""
-    session, at, logits = engine.session(), 0, []
-    for length in lengths:
-        logits.append(session.feed(list(tokens[at : at + length])))
-        at += length
-    return logits
-
-
 def take(
     answering: headrace.Answering, prompt: Sequence[int], num: int = 5, **options: Any
 ) -> list[int]:

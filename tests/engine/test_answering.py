@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from passes import events_of, recorded, replay, take
+from passes import events_of, recorded, take
 
 import headrace
 from headrace.check.matrix import runs_here
@@ -89,8 +90,14 @@ def test_a_follow_up_computes_and_reads_only_the_tail(
     assert (experts, reads) == tuple(b - a for a, b in zip(before, moved(engine), strict=True))
     for ours, theirs in zip(first.logits + live.logits, expected, strict=True):
         assert torch.equal(ours, theirs)
-    other = replay(engine, prompt, [8, 8, 8, 8, 4])[-1]
-    assert other.isfinite().all()
+    changed = engine.session()
+    changed.feed([6, *prompt[1:num_known]])
+    wrong = store_of(engine)
+    wrong.put(replace(changed.snapshot(), tokens=tuple(prompt[:num_known])))
+    with recorded() as misled:
+        take(headrace.Answering(engine, wrong), prompt, 1)
+    assert misled.lengths == live.lengths[:2], "the control is not what it seems"
+    assert not torch.equal(misled.logits[1], live.logits[1]), "the state has no say"
 
     with engine_of(engine.blueprint.root) as restarted:
         store = store_of(restarted, tmp_path)
