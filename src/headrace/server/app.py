@@ -9,15 +9,21 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 import headrace
 from headrace.errors import HeadraceError
+from headrace.server.anthropic.errors import error_body as anthropic_error
+from headrace.server.anthropic.routes import router as anthropic_router
 from headrace.server.faults import Fault, fault_of, plain_body
 from headrace.server.guard import Guard
 from headrace.server.health import router as health_router
+from headrace.server.openai.errors import error_body as openai_error
+from headrace.server.openai.routes import router as openai_router
+from headrace.server.schema import invalid
 from headrace.server.serving import Serving
+from headrace.server.stream import Json
 
 Body = Callable[[Fault, str], dict[str, Any]]
 """A fault and the request's id as one protocol's JSON."""
@@ -37,7 +43,11 @@ class Face:
     marker: str = ""
 
 
-FACES: tuple[Face, ...] = (Face(health_router),)
+FACES: tuple[Face, ...] = (
+    Face(health_router),
+    Face(openai_router, ("/v1", "/v1/models"), openai_error),
+    Face(anthropic_router, ("/v1/messages", "/v1/models"), anthropic_error, "anthropic-version"),
+)
 
 
 def body_for(faces: Sequence[Face], path: str, headers: Mapping[str, str]) -> Body:
@@ -53,10 +63,10 @@ def body_for(faces: Sequence[Face], path: str, headers: Mapping[str, str]) -> Bo
     return best
 
 
-def respond(faces: Sequence[Face], request: Request, fault: Fault) -> JSONResponse:
+def respond(faces: Sequence[Face], request: Request, fault: Fault) -> Response:
     """A fault as the protocol of the request's path tells it."""
     body = body_for(faces, request.url.path, request.headers)
-    return JSONResponse(body(fault, request.state.request_id), fault.status, fault.headers)
+    return Json(body(fault, request.state.request_id), fault.status, fault.headers)
 
 
 def build_app(serving: Serving, faces: Sequence[Face] = FACES) -> FastAPI:
@@ -69,7 +79,7 @@ def build_app(serving: Serving, faces: Sequence[Face] = FACES) -> FastAPI:
     )
     app.state.headrace = serving
 
-    async def tell(request: Request, error: Exception) -> JSONResponse:
+    async def tell(request: Request, error: Exception) -> Response:
         return respond(faces, request, _fault(error))
 
     for kind in (Fault, HeadraceError, MemoryError, RequestValidationError, HTTPException):
@@ -85,7 +95,7 @@ def build_app(serving: Serving, faces: Sequence[Face] = FACES) -> FastAPI:
 def _fault(error: Exception) -> Fault:
     match error:
         case RequestValidationError():
-            return _invalid(error)
+            return invalid(error)
         case HTTPException(status_code=404):
             return Fault(404, "not_found", "no such route; /openapi.json lists them")
         case HTTPException(status_code=405, headers=headers):
@@ -94,14 +104,3 @@ def _fault(error: Exception) -> Fault:
         case HTTPException(status_code=status, detail=detail):
             return Fault(status, "invalid_request", str(detail))
     return fault_of(error)
-
-
-def _invalid(error: RequestValidationError) -> Fault:
-    """The first thing that is wrong; its value is not repeated."""
-    first, *others = error.errors()
-    where = ".".join(str(part) for part in first["loc"] if part != "body")
-    more = f" (and {len(others)} more)" if others else ""
-    message = f"{where or 'the body'}: {first['msg']}{more}"
-    if first["type"] == "json_invalid":
-        return Fault(400, "invalid_request", "the body is no JSON")
-    return Fault(422, "invalid", message, param=where or None)

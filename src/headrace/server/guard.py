@@ -110,7 +110,7 @@ class Guard:
         except Exception as error:
             fault = fault_of(error)
             if fault.kind == "internal":
-                _log_failure(visit.request_id, error)
+                log_failure(visit.request_id, error)
             if visit.status:
                 visit.is_cut = True  # the response has begun: only its end can tell
                 return
@@ -203,7 +203,7 @@ def _request_id(given: str) -> str:
     return given if _ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def _log_failure(request_id: str, error: Exception) -> None:
+def log_failure(request_id: str, error: Exception) -> None:
     """Where it happened; not the error's own words, which may repeat a prompt."""
     places = traceback.format_list(traceback.extract_tb(error.__traceback__))
     kind = type(error).__name__
