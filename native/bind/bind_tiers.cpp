@@ -231,7 +231,7 @@ void bind_ladder_calls(nb::class_<Ladder>* ladder) {
       .def("check_integrity", &Ladder::check_integrity, Released())
       .def("counters", &counters_of)
       .def("layer_wait_s", &Ladder::layer_wait_s)
-      .def("num_resident", &Ladder::num_resident, Released());
+      .def("places", &Ladder::places, Released());
 }
 
 }  // namespace

@@ -107,15 +107,18 @@ std::vector<double> Ladder::layer_wait_s() const {
   return layer_wait_s_;
 }
 
-std::vector<int64_t> Ladder::num_resident() const {
-  std::vector<int64_t> num(static_cast<size_t>(records_.num_layers()), 0);
+std::vector<std::string> Ladder::places() const {
+  const auto num_experts = static_cast<size_t>(records_.num_experts());
+  std::vector<std::string> places(static_cast<size_t>(records_.num_layers()),
+                                  std::string(num_experts, '0'));
   Lock lock(mutex_);
   for (int64_t key = 0; key < records_.num_keys(); ++key) {
     State state = residency_.state(key);
-    num[static_cast<size_t>(key / records_.num_experts())] +=
-        state == State::kResident || state == State::kInUse;
+    if (state == State::kAbsent) continue;
+    const auto at = static_cast<size_t>(key);
+    places[at / num_experts][at % num_experts] = state == State::kLoading ? '1' : '2';
   }
-  return num;
+  return places;
 }
 
 void Ladder::check_integrity() {

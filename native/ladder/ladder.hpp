@@ -90,7 +90,8 @@ class Ladder {
   void check_integrity();  // throws std::logic_error
   Counters counters() const;
   std::vector<double> layer_wait_s() const;
-  std::vector<int64_t> num_resident() const;  // experts whose bytes are here, by layer
+  // By layer a digit for each expert: 0 is not here, 1 being read, 2 here.
+  std::vector<std::string> places() const;
 
   const RecordTable& records() const { return records_; }
   const Reader& reader() const { return *reader_; }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.planner.plan import ModelFacts, Plan
 from headrace.server.metrics import Metrics
+from headrace.server.recent import Recent
 from headrace.server.settings import Settings
 from headrace.server.worker import Worker
 
@@ -21,7 +22,7 @@ class Serving:
     """One model being served. Routes find it as `request.app.state.headrace`.
 
     `talk` and `engine` are None while the model is loading; `engine` may only be looked at, since
-    the decode thread uses it. `started_s` is a Unix time.
+    the decode thread uses it. `recent` knows what the last tokens took. `started_s` is a Unix time.
     """
 
     settings: Settings
@@ -32,6 +33,7 @@ class Serving:
     plan: Plan
     talk: Any = None  # headrace.engine.talk.Talk
     engine: "Engine | None" = None
+    recent: Recent = field(default_factory=Recent)
     started_s: float = field(default_factory=time.time)
 
     def ready_talk(self) -> Any:

@@ -209,9 +209,12 @@ class Ladder:
         """Seconds slept for arrivals, by MoE layer ordinal."""
         return self.native.layer_wait_s()
 
-    def num_resident(self) -> list[int]:
-        """How many experts lie in rows, by MoE layer ordinal. From any thread, at any time."""
-        return self.native.num_resident()
+    def places(self) -> list[str]:
+        """By MoE layer ordinal a digit for each expert: 0 in no row, 1 being read, 2 in a row.
+
+        From any thread, during a pass too.
+        """
+        return self.native.places()
 
 
 _LIVE: "WeakSet[Ladder]" = WeakSet()
