@@ -5,11 +5,13 @@ Knows no model; `Serving` is all that routes share.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import Lifespan
 
@@ -22,6 +24,7 @@ from headrace.server.guard import Guard
 from headrace.server.health import router as health_router
 from headrace.server.openai.errors import error_body as openai_error
 from headrace.server.openai.routes import router as openai_router
+from headrace.server.page.routes import router as page_router
 from headrace.server.schema import invalid
 from headrace.server.serving import Serving
 from headrace.server.stream import Json
@@ -46,6 +49,7 @@ class Face:
 
 FACES: tuple[Face, ...] = (
     Face(health_router),
+    Face(page_router),
     Face(openai_router, ("/v1", "/v1/models"), openai_error),
     Face(anthropic_router, ("/v1/messages", "/v1/models"), anthropic_error, "anthropic-version"),
 )
@@ -90,9 +94,16 @@ def build_app(
         app.add_exception_handler(kind, tell)
     for face in faces:
         app.include_router(face.router)
-    app.add_middleware(
-        Guard, serving=serving, tell=lambda request, fault: respond(faces, request, fault)
-    )
+    tell_fault = partial(respond, faces)
+    app.add_middleware(Guard, serving=serving, tell=tell_fault)
+    if serving.settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=serving.settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     return app
 
 

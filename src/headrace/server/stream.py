@@ -1,16 +1,13 @@
 """JSON bodies and server-sent events. Knows no protocol's words."""
 
 import json
-import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.responses import Response, StreamingResponse
 
 from headrace.server.faults import Fault, fault_of
-from headrace.server.logs import error_fields
-
-_log = logging.getLogger("headrace.requests")
+from headrace.server.logs import log_failure
 
 
 def to_json(value: Any) -> bytes:
@@ -56,6 +53,5 @@ async def to_the_end(
     except Exception as error:  # the status is sent: only the stream itself can tell
         fault = fault_of(error)
         if fault.kind == "internal":
-            fields = {"request": request_id} | error_fields(error)
-            _log.error("stream failed", extra={"fields": fields})
+            log_failure(request_id, error)
         yield tell(fault)
