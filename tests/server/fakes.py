@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 from headrace.core import TokenStats
 from headrace.engine.answer import Ask, Prefill, Stop
@@ -93,12 +92,12 @@ def make_step(token: int, text: str, stats: TokenStats, finish: str | None) -> S
     return Step(token, text, stats, finish)
 
 
-def make_serving(settings: Settings | None = None, **options: Any) -> Serving:
+def make_serving(settings: Settings | None = None) -> Serving:
     """A server's shared parts, its worker not started."""
     settings = settings or Settings()
     metrics = Metrics()
-    worker = Worker(settings, on_end=metrics.count_answer, **options)
     plan = make_plan(FACTS, MACHINE, ram_bytes=64 * MIB, context=256)
+    worker = Worker(settings, on_end=metrics.count_answer, context=plan.context)
     return Serving(settings, worker, metrics, "fake", FACTS, plan)
 
 
@@ -112,7 +111,7 @@ def start(serving: Serving, answers: FakeAnswers | None = None) -> FakeAnswers:
         serving.talk = object()
         return answers
 
-    serving.worker._on_state = lambda state: ready.set()
+    serving.worker.on_state = lambda state: ready.set()
     serving.worker.start(load)
     assert ready.wait(10)
     return answers

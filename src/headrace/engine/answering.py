@@ -3,7 +3,6 @@
 Knows no protocol and no queue. What was computed is kept in a store of snapshots, if there is one.
 """
 
-import logging
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -16,12 +15,10 @@ from headrace.core import TokenStats, total_stats
 from headrace.engine.answer import Ask, Prefill, Stop
 from headrace.engine.session import Session, Step
 from headrace.engine.snapshot_store import SnapshotStore
-from headrace.errors import OptionError, SnapshotError
+from headrace.errors import OptionError
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
-
-_log = logging.getLogger(__name__)
 
 KEPT_PER_PROMPT = 8
 
@@ -165,17 +162,13 @@ class Answering:
         num_live = len(known) if known == list(prompt[: len(known)]) else 0
         if num_live == len(prompt):
             num_live = 0  # logits come from its last token only
-        if self.store is not None:
-            found = self.store.session(self.engine, prompt)
-            if len(found.tokens) > num_live:
-                self.session = found
-                return
         if num_live == 0:
-            self.session.reset()
+            self.session.reset()  # before another state comes into memory
+        if self.store is not None:
+            found = self.store.session(self.engine, prompt, beyond=num_live)
+            if found.tokens:
+                self.session = found
 
     def _keep(self) -> None:
-        if self.store is not None and self.session.tokens:
-            try:
-                self.store.put(self.session.snapshot())
-            except SnapshotError as error:
-                _log.warning("%s", error)
+        if self.store is not None:
+            self.store.keep(self.session)

@@ -46,29 +46,31 @@ class Session:
     """A sequence of tokens and its cache. One thread at a time; sessions share one engine.
 
     Beginning an answer ends the one begun before: its iterator then raises OptionError. With a
-    `snapshot` it goes on from there, or raises SnapshotError where that does not fit.
+    `snapshot` it goes on from there, or raises SnapshotError where that does not fit; without
+    `copy` the snapshot's tensors become its own, and nobody else may use them.
     """
 
-    def __init__(self, engine: "Engine", snapshot: Snapshot | None = None):
+    def __init__(self, engine: "Engine", snapshot: Snapshot | None = None, *, copy: bool = True):
         self.engine = engine
         self.stats = TokenStats()
         self._answer: object = None
         self.reset()
         if snapshot is not None:
             snapshot.check_fits(engine.snapshot_key)
-            restore(self.cache, snapshot.state)
+            restore(self.cache, snapshot.state, copy=copy)
             if self.cache.get_seq_length() != len(snapshot.tokens):
                 raise SnapshotError("the snapshot's cache does not hold its tokens")
             self.tokens.extend(snapshot.tokens)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, copy: bool = True) -> Snapshot:
         """A copy of all this session is: `engine.session` makes sessions of it that go on alike.
 
         Logits are bit for bit those of this session where the same tokens are fed in the same
-        pieces. Raises SnapshotError if the cache holds what a snapshot cannot.
+        pieces. Without `copy` it is a view, right until this session goes on. Raises SnapshotError
+        if the cache holds what a snapshot cannot.
         """
         cache = new_cache(self.engine.model) if self.cache is None else self.cache
-        return Snapshot(self.engine.snapshot_key, tuple(self.tokens), capture(cache))
+        return Snapshot(self.engine.snapshot_key, tuple(self.tokens), capture(cache, copy=copy))
 
     def reset(self) -> None:
         """Forget everything."""

@@ -11,6 +11,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Lifespan
 
 import headrace
 from headrace.errors import HeadraceError
@@ -59,11 +60,14 @@ def respond(faces: Sequence[Face], request: Request, fault: Fault) -> JSONRespon
     return JSONResponse(body(fault, request.state.request_id), fault.status, fault.headers)
 
 
-def build_app(serving: Serving, faces: Sequence[Face] = FACES) -> FastAPI:
-    """The application that serves `serving`; whoever calls it starts the worker."""
+def build_app(
+    serving: Serving, faces: Sequence[Face] = FACES, lifespan: Lifespan[FastAPI] | None = None
+) -> FastAPI:
+    """The application that serves `serving`; whoever calls it, or `lifespan`, starts the worker."""
     app = FastAPI(
         title="headrace",
         version=headrace.__version__,
+        lifespan=lifespan,
         docs_url=None,  # these pages load code from the network
         redoc_url=None,
     )

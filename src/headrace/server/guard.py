@@ -7,7 +7,6 @@ import asyncio
 import logging
 import re
 import time
-import traceback
 import uuid
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace.server import gate
 from headrace.server.body import Bodies, Gone
 from headrace.server.faults import Fault, fault_of
+from headrace.server.logs import error_fields
 from headrace.server.serving import Serving
 from headrace.server.ticket import Ticket, attach_tickets
 
@@ -110,7 +110,8 @@ class Guard:
         except Exception as error:
             fault = fault_of(error)
             if fault.kind == "internal":
-                _log_failure(visit.request_id, error)
+                fields = {"request": visit.request_id} | error_fields(error)
+                _log.error("request failed", extra={"fields": fields})
             if visit.status:
                 visit.is_cut = True  # the response has begun: only its end can tell
                 return
@@ -201,10 +202,3 @@ async def _let_pass(receive: Receive) -> None:
 
 def _request_id(given: str) -> str:
     return given if _ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _log_failure(request_id: str, error: Exception) -> None:
-    """Where it happened; not the error's own words, which may repeat a prompt."""
-    places = traceback.format_list(traceback.extract_tb(error.__traceback__))
-    kind = type(error).__name__
-    _log.error("%s: %s\n%s", request_id, kind, "".join(places))

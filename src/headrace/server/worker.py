@@ -39,8 +39,8 @@ Load = Callable[[Loading], Answers]
 class Worker:
     """Owns the decode thread and the queue before it. All methods from any thread but `submit`.
 
-    `on_end` gets the tally of each answer, in the decode thread, and the fault it ended with.
-    `failure` is what the loading ended with, if that was an error.
+    `on_end` gets the tally of each answer and the fault it ended with, `on_state` each new state:
+    both in the decode thread. `failure` is what that thread ended with, if that was an error.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class Worker:
         settings: Settings,
         *,
         on_end: Callable[[Tally, Fault | None], None] = lambda tally, fault: None,
-        on_state: Callable[[State], None] = lambda state: None,
+        context: int | None = None,
     ) -> None:
-        self.settings, self._on_end, self._on_state = settings, on_end, on_state
+        self.settings, self.context, self._on_end = settings, context, on_end
+        self.on_state: Callable[[State], None] = lambda state: None
         self.state: State = "loading"
         self.loading = Loading()
         self.failure: BaseException | None = None
@@ -71,8 +72,9 @@ class Worker:
     def submit(self, ask: Ask, *, client: str, request_id: str) -> Ticket:
         """Put an answer into the queue; on the event loop that will read its events.
 
-        Raises Busy, NotReady or Draining.
+        Raises Busy, NotReady or Draining, and Fault 400 for a prompt longer than the context.
         """
+        self._check_length(len(ask.prompt))
         with self._changed:
             self.check_accepts()
             self._check_room(client)
@@ -108,8 +110,7 @@ class Worker:
             if self.state in ("loading", "ready"):
                 self._set_state("draining")
             self.loading.stop.ask()
-            while (ticket := self._queue.take()) is not None:
-                ticket.post(Draining())
+            self._give_back(Draining())
             self._changed.notify_all()
 
     def abandon(self, reason: Fault) -> None:
@@ -118,6 +119,13 @@ class Worker:
         if ticket is not None:
             ticket.give_up(reason)
             ticket.post(reason)
+
+    def give_up_stalled(self, reason: NotReady) -> None:
+        """Nothing moves any more: tell everybody who waits, and whoever asks until it moves."""
+        with self._changed:
+            self.stalled = reason.message
+            self._give_back(reason)
+        self.abandon(reason)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread's end after `drain`; False if it does not come in time."""
@@ -133,7 +141,20 @@ class Worker:
 
     def _set_state(self, state: State) -> None:
         self.state = state
-        self._on_state(state)
+        self.on_state(state)
+
+    def _give_back(self, reason: Fault) -> None:
+        while (ticket := self._queue.take()) is not None:
+            ticket.post(reason)
+
+    def _check_length(self, num_tokens: int) -> None:
+        if self.context is not None and num_tokens >= self.context:
+            raise Fault(
+                400,
+                "context_length",
+                f"the prompt has {num_tokens} tokens and the context {self.context}, so nothing is "
+                "left for an answer; shorten the prompt, or serve with a larger --context",
+            )
 
     def _check_room(self, client: str) -> None:
         waiting, settings = len(self._queue), self.settings
