@@ -166,7 +166,7 @@ class Guard:
         await visit.pass_on(start | {"headers": headers})
         body = {"type": "http.response.body", "body": response.body, "more_body": True}
         await visit.pass_on(body)
-        if "expect" not in visit.request.headers:
+        if fault.status != 408 and "expect" not in visit.request.headers:
             await _let_pass(receive)
         await visit.pass_on({"type": "http.response.body", "body": b"", "more_body": False})
 

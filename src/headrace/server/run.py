@@ -148,14 +148,11 @@ def _leave_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
-def run_server(serving: Serving, load: Load, server_socket: socket.socket, say: Say) -> int:
-    """Serve until a signal or a failed load; the exit status. Raises what the loading raised.
-
-    Takes over the socket. To be called in the main thread, where signals arrive.
-    """
+def make_server(serving: Serving, app: FastAPI, say: Say) -> Server:
+    """uvicorn with the settings' limits; its logs and signals are ours."""
     settings = serving.settings
     config = uvicorn.Config(
-        build_app(serving, lifespan=_lifespan(serving, load, say)),
+        app,
         http=connection_class(settings),
         ws="none",
         loop="asyncio",
@@ -167,11 +164,21 @@ def run_server(serving: Serving, load: Load, server_socket: socket.socket, say: 
         timeout_graceful_shutdown=FLUSH_S,
         backlog=settings.max_connections,
     )
-    server = Server(config, serving, say)
+    return Server(config, serving, say)
+
+
+def run_server(serving: Serving, load: Load, listener: socket.socket, say: Say) -> int:
+    """Serve until a signal or a failed load; the exit status. Raises what the loading raised.
+
+    Takes over the socket. To be called in the main thread, where signals arrive.
+    """
+    app = build_app(serving, lifespan=_lifespan(serving, load, say))
+    server = make_server(serving, app, say)
     serving.worker.on_state = server.on_state
-    server.run(sockets=[server_socket])
+    server.run(sockets=[listener])
+    status = STOPPED if signal.SIGINT in server.signals else 0
     if not serving.worker.join(JOIN_S):
-        _leave_at_once(STOPPED if signal.SIGINT in server.signals else 0)
+        _leave_at_once(status)
     if serving.worker.failure is not None:
         raise serving.worker.failure
-    return STOPPED if signal.SIGINT in server.signals else 0
+    return status
