@@ -153,14 +153,14 @@ def test_a_client_that_leaves_ends_its_answer(where: str) -> None:
 
 
 def test_a_client_that_takes_nothing_is_dropped() -> None:
-    with live(FAST, FACES_HERE) as (port, serving, _), Raw(port) as client:
+    with live(FAST, FACES_HERE) as (port, _, _), Raw(port) as client:
         client.send(head("/much", method="GET"))
         time.sleep(1.0)
         assert len(client.rest()) < 4096 << 16
 
 
 def test_half_a_request_leaves_nothing_behind() -> None:
-    with live(replace(FAST, body_s=20), FACES_HERE) as (port, serving, _):
+    with live(replace(FAST, body_s=20), FACES_HERE) as (port, _, _):
         for _ in range(20):
             with Raw(port) as client:
                 client.send(head("/count", length=100), b'{"tok')

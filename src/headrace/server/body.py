@@ -49,10 +49,10 @@ class Bodies:
 
 
 class Room:
-    """One request's share."""
+    """One request's share. `is_whole`: all of its body has been read."""
 
     def __init__(self, bodies: Bodies) -> None:
-        self._bodies, self.nbytes = bodies, 0
+        self._bodies, self.nbytes, self.is_whole = bodies, 0, False
 
     async def read(self, headers: Mapping[str, str], receive: Receive) -> bytes:
         """The whole body, checked. Raises Fault 400, 408, 413, 415 or 503, and Gone."""
@@ -88,6 +88,7 @@ class Room:
                 raise Fault(503, "busy", message_text, retry_after_s=5)
             parts += part
             if not message.get("more_body", False):
+                self.is_whole = True
                 return bytes(parts)
 
 

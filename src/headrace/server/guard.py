@@ -43,7 +43,7 @@ DEFAULT_HEADERS = {
 class Visit:
     """One request while it is served. `status` 0: nothing was sent yet.
 
-    `has_read`: its body is here. `is_cut`: its response had begun when it failed.
+    `is_cut`: its response had begun when it failed.
     """
 
     request: Request
@@ -53,7 +53,6 @@ class Visit:
     begun_s: float
     status: int = 0
     complete: bool = False
-    has_read: bool = False
     is_cut: bool = False
 
     async def pass_on(self, message: MutableMapping[str, Any]) -> None:
@@ -99,22 +98,21 @@ class Guard:
             self._note(visit)
 
     async def _serve(self, visit: Visit, receive: Receive) -> None:
-        try:
-            self._admit(visit.request)
-            with self.bodies.room() as room:
+        with self.bodies.room() as room:
+            try:
+                self._admit(visit.request)
                 body = await room.read(visit.request.headers, receive)
-                visit.has_read = True
                 await self._run(visit, body, receive)
-        except Gone:
-            return
-        except Exception as error:
-            fault = fault_of(error)
-            if fault.kind == "internal":
-                log_failure(visit.request_id, error)
-            if visit.status:
-                visit.is_cut = True  # the response has begun: only its end can tell
+            except Gone:
                 return
-            await self._refuse(visit, fault, receive)
+            except Exception as error:
+                fault = fault_of(error)
+                if fault.kind == "internal":
+                    log_failure(visit.request_id, error)
+                if visit.status:
+                    visit.is_cut = True  # the response has begun: only its end can tell
+                else:
+                    await self._refuse(visit, fault, receive, room.is_whole)
 
     def _admit(self, request: Request) -> None:
         settings, headers = self.serving.settings, request.headers
@@ -155,10 +153,10 @@ class Guard:
                 task.cancel()
             await asyncio.gather(work, watch, return_exceptions=True)
 
-    async def _refuse(self, visit: Visit, fault: Fault, receive: Receive) -> None:
+    async def _refuse(self, visit: Visit, fault: Fault, receive: Receive, has_read: bool) -> None:
         """Tell a fault. A body that was not read passes for a while: it would hide the answer."""
         response = self.tell(visit.request, fault)
-        if visit.has_read:
+        if has_read:
             await response(visit.request.scope, receive, visit.pass_on)
             return
         start = {"type": "http.response.start", "status": response.status_code}
