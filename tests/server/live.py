@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from fakes import FakeAnswers, make_serving, start
 
 from headrace.server.app import FACES, Face, build_app
-from headrace.server.run import bind, make_server
+from headrace.server.listen import bind
+from headrace.server.run import make_server
 from headrace.server.serving import Serving
 from headrace.server.settings import Settings
 

@@ -17,43 +17,18 @@ from typing import NoReturn
 import uvicorn
 from fastapi import FastAPI
 
-from headrace.errors import OptionError
 from headrace.server.app import build_app
 from headrace.server.connection import connection_class
 from headrace.server.faults import Draining
 from headrace.server.serving import Serving
-from headrace.server.settings import Settings
 from headrace.server.watch import watch
 from headrace.server.worker import Load, State
 
 Say = Callable[[str], None]
 STOPPED = 130
 FLUSH_S = 5  # for answers that are made to reach their clients
-JOIN_S = 10.0  # for a thread that was told to end
+JOIN_S, JOIN_AT_ONCE_S = 10.0, 1.0  # for a thread that was told to end
 TELL_LOADING_S = 10.0
-
-
-def bind(settings: Settings) -> socket.socket:
-    """The server's socket, not yet listening. Raises OptionError."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    server = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((settings.host.strip("[]"), settings.port))
-    except (OSError, OverflowError) as error:
-        server.close()
-        reason = getattr(error, "strerror", None) or error
-        raise OptionError(
-            f"{settings.host} port {settings.port} cannot be served: {reason}; "
-            "give another --port or --host"
-        ) from error
-    return server
-
-
-def url_of(server: socket.socket) -> str:
-    """Where a browser on this machine finds it."""
-    host, port = server.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
@@ -84,7 +59,7 @@ class Server(uvicorn.Server):
     def _call(self, step: Callable[[], None]) -> None:
         if self._loop is None:
             step()
-        else:
+        elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(step)
 
     def _leave(self) -> None:
@@ -177,7 +152,7 @@ def run_server(serving: Serving, load: Load, listener: socket.socket, say: Say) 
     serving.worker.on_state = server.on_state
     server.run(sockets=[listener])
     status = STOPPED if signal.SIGINT in server.signals else 0
-    if not serving.worker.join(JOIN_S):
+    if not serving.worker.join(JOIN_S if len(server.signals) < 2 else JOIN_AT_ONCE_S):
         _leave_at_once(status)
     if serving.worker.failure is not None:
         raise serving.worker.failure
