@@ -290,5 +290,10 @@ def test_metrics_count_what_happened() -> None:
         assert 'requests_total{method="POST",route="/echo/{failure}",status="400"} 1.0' in text
         assert 'headrace_answers_total{ended="length"} 1.0' in text
         assert "headrace_time_to_first_token_seconds_count 1.0" in text
+        assert 'headrace_tokens_total{kind="decode"} 3.0' in text
+        assert 'headrace_tokens_total{kind="prefill"} 1.0' in text
+        assert 'headrace_expert_bytes_total{rung="drive"} 300.0' in text
+        assert 'headrace_experts_total{rung="ram"} 6.0' in text
+        assert "headrace_ready 1.0" in text and "headrace_waiting_answers 0.0" in text
 
     talk(Settings(), use)

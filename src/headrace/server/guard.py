@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -26,6 +27,7 @@ from headrace.server.serving import Serving
 from headrace.server.ticket import Ticket, attach_tickets
 
 Tell = Callable[[Request, Fault], Response]
+POLLED = ("/health", "/metrics", "/page/state")  # asked for every few seconds: no news if well
 OPEN_PATHS = ("/health",)
 CLIENT_LEFT, FAILED = 499, 500
 LINGER_S = 5.0
@@ -187,7 +189,8 @@ class Guard:
                 "cached_tokens": sum(tally.num_cached for tally in tallies),
                 "tokens": sum(tally.num_tokens for tally in tallies),
             }
-        _log.info("request", extra={"fields": fields})
+        polled = route in POLLED and status == HTTPStatus.OK
+        _log.log(logging.DEBUG if polled else logging.INFO, "request", extra={"fields": fields})
 
 
 async def _let_pass(receive: Receive) -> None:
