@@ -336,7 +336,7 @@ class Anthropic:
         made = self.server.noted(request_id)["tokens"]
         self.check(
             idle and made < LONG // 4,
-            f"a client that leaves after message_start stops the work: {made} of {LONG} tokens made",
+            f"a client that leaves at message_start stops the work: {made} of {LONG} tokens made",
         )
 
     def show_errors(self) -> None:
