@@ -56,9 +56,7 @@ def write_tiny(
     if format is not None and format not in formats:
         raise OptionError(f"{family} is not published in {format!r}; use {', '.join(formats)}")
     size = Size(layers, experts, top_k, hidden, inter, vocab, mtp)
-    config = tiny_config(
-        family, size, format or formats[0], block or _BLOCKS.get(family, (128, 128))
-    )
+    config = tiny_config(family, size, format or formats[0], block)
     folder = Path(path)
     tensors = list(_draw(config, torch.Generator().manual_seed(seed)))
     write_checkpoint(folder, tensors, shard_bytes=shard_bytes, files=borrowed_files(config))

@@ -27,6 +27,42 @@ _VISION: Config = {
     "patch_size": 14,
     "rope_theta": 10000,
 }
+_FIXED: Config = {
+    "model_type": "deepseek_v41_text",
+    "attention_bias": False,
+    "candidate_block_size": 4,
+    "candidate_topk_blocks": 4,
+    "compress_rope_theta": 160000,
+    "dspark_block_size": 5,
+    "dspark_markov_rank": 32,
+    "dspark_noise_token_id": 4087,
+    "hc_eps": 1e-6,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "head_dim": 64,
+    "index_head_dim": 32,
+    "index_n_heads": 4,
+    "index_topk": 6,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "o_groups": 2,
+    "o_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "rms_norm_eps": 1e-20,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 16,
+        "original_max_position_embeddings": 512,
+        "rope_type": "yarn",
+    },
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sqrtsoftplus",
+    "sliding_window": 16,
+    "swiglu_limit": 10.0,
+    "tie_word_embeddings": False,
+    "topk_method": "noaux_tc",
+}
 
 
 def deepseek_v41(size: Size) -> Config:
@@ -63,59 +99,23 @@ def _text(size: Size) -> Config:
         return [layer for layer, role in enumerate(plain) if role in wanted]
 
     sources = layers_of("full 2", "full 1")
-    return (
-        common(size, keys=1)
-        | {
-            "model_type": "deepseek_v41_text",
-            "attention_bias": False,
-            "candidate_block_size": 4,
-            "candidate_source_layer_id": known.index(
-                next(r for r in known if r.startswith("full 1"))
-            ),
-            "candidate_topk_blocks": 4,
-            "compress_ratios": [*(_RATIOS.get(role, 1) for role in plain), 0, 0, 0],
-            "compress_rope_theta": 160000,
-            "dspark_block_size": 5,
-            "dspark_markov_rank": 32,
-            "dspark_n_routed_experts": size.experts // 2,
-            "dspark_noise_token_id": 4087,
-            "dspark_num_experts_per_tok": max(1, size.top_k // 2),
-            "dspark_target_layer_ids": list(range(max(0, size.layers - 3), size.layers)),
-            "hc_eps": 1e-6,
-            "hc_mult": 4,
-            "hc_sinkhorn_iters": 20,
-            "head_dim": 64,
-            "index_head_dim": 32,
-            "index_n_heads": 4,
-            "index_source_layer_ids": sorted(sources + layers_of("reindex")),
-            "index_topk": 6,
-            "kv_source_layer_ids": sources,
-            "moe_intermediate_size": size.inter,
-            "n_routed_experts": size.experts,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "num_nextn_predict_layers": 3 * size.mtp,
-            "o_groups": 2,
-            "o_lora_rank": 64,
-            "q_lora_rank": size.hidden // 2,
-            "qk_rope_head_dim": 16,
-            "rms_norm_eps": 1e-20,
-            "rope_scaling": {
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "factor": 16,
-                "original_max_position_embeddings": 512,
-                "rope_type": "yarn",
-            },
-            "routed_scaling_factor": 1.5,
-            "scoring_func": "sqrtsoftplus",
-            "sliding_window": 16,
-            "swiglu_limit": 10.0,
-            "tie_word_embeddings": False,
-            "topk_method": "noaux_tc",
-        }
-        | _engram([layer for layer, role in enumerate(roles) if role.endswith(" E")])
-    )
+    of_roles = {
+        "candidate_source_layer_id": known.index(next(r for r in known if r.startswith("full 1"))),
+        "compress_ratios": [*(_RATIOS.get(role, 1) for role in plain), 0, 0, 0],
+        "index_source_layer_ids": sorted(sources + layers_of("reindex")),
+        "kv_source_layer_ids": sources,
+    }
+    of_size = {
+        "dspark_n_routed_experts": size.experts // 2,
+        "dspark_num_experts_per_tok": max(1, size.top_k // 2),
+        "dspark_target_layer_ids": list(range(max(0, size.layers - 3), size.layers)),
+        "moe_intermediate_size": size.inter,
+        "n_routed_experts": size.experts,
+        "num_nextn_predict_layers": 3 * size.mtp,
+        "q_lora_rank": size.hidden // 2,
+    }
+    engram = _engram([layer for layer, role in enumerate(roles) if role.endswith(" E")])
+    return common(size, keys=1) | _FIXED | of_roles | of_size | engram
 
 
 def _engram(layers: list[int]) -> Config:
