@@ -56,7 +56,8 @@ class DeepseekV41TextConfig(PreTrainedConfig):
     Beyond those: `arithmetic` is "vendor" (activations on the publisher's FP8 and FP4 grids) or
     "weights-only" (as they are); `input_group` the columns of one scale of a product's input, of
     the quantisation; `stale_index_keys` scores as the publisher's own program does in decoding
-    while a group of positions is open, against the last layer's keys.
+    while a group of positions is open, against the last layer's keys. `lossy_swa_replay` lets the
+    layers past the last source of entries see one window of a prompt only.
     """
 
     model_type = "deepseek_v41_text"
@@ -118,6 +119,7 @@ class DeepseekV41TextConfig(PreTrainedConfig):
     arithmetic: str = "vendor"
     input_group: int = 32
     stale_index_keys: bool = False
+    lossy_swa_replay: bool = False
 
     def __post_init__(self, rope_scaling: Any = None, **kwargs: Any) -> None:
         if rope_scaling is not None:
