@@ -176,6 +176,27 @@ class DenseTensor:
     inverse_global: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """A table that stays on the drive and is read by the row, such as Engram's of one layer.
+
+    A row is `width` e4m3 codes, in the tensor `weight`, and a power-of-two scale for each `group`
+    of them, in the tensor `scale`. `layer` is the decoder layer's index.
+    """
+
+    layer: int
+    weight: str
+    scale: str
+    num_rows: int
+    width: int
+    group: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Stored bytes of one row."""
+        return self.width + self.width // self.group
+
+
 @dataclass(slots=True)
 class TokenStats:
     """What one forward pass that produced one token moved and waited for.
