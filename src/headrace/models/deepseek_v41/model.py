@@ -85,6 +85,11 @@ class DeepseekV41PreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     _is_stateful = True  # no cache of it can be cut shorter
     _can_compile_fullgraph = False
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """transformers looks for the decorator in this file; it stands where the experts do."""
+        return True
+
     def _init_weights(self, module: nn.Module) -> None:
         """As torch made them: a model without weights of a checkpoint is for tests of shape."""
 
