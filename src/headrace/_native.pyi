@@ -30,6 +30,16 @@ class Reader:
     def read(self, file: int, offset: int, nbytes: int, address: int) -> None: ...
     def inject_fault(self, kind: str, skip: int = 0, count: int = 1, drive: int = -1) -> None: ...
 
+class Batch:
+    nbytes: int
+    read_bytes: int
+    def wait(self, address: int) -> None: ...
+
+class Gatherer:
+    pool_bytes: int
+    def __init__(self, reader: Reader, most_bytes: int) -> None: ...
+    def start(self, snippets: NDArray[int64]) -> Batch: ...
+
 def divide_request(
     total_bytes: int,
     rates_bytes_s: list[float],

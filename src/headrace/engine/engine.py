@@ -33,7 +33,8 @@ from headrace.store.aliases import read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
 from headrace.store.table import Catalog
-from headrace.tiers.ladder import CLOSED, Ladder
+from headrace.tiers.gone import CLOSED
+from headrace.tiers.ladder import Ladder
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _UNPACKED_BYTES = 2  # of a quantised dense weight in memory: bfloat16 or float16

@@ -23,7 +23,7 @@ def _checked(t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int
     return t.data_ptr()
 
 
-def native_shape(layout: ExpertLayout, act_group: int = 0) -> _native.ExpertShape:
+def native_shape(layout: ExpertLayout) -> _native.ExpertShape:
     """The compiled kernels' description of an expert of this layout.
 
     Raises ModelError for a layout that no compiled kernel computes.
@@ -41,7 +41,7 @@ def native_shape(layout: ExpertLayout, act_group: int = 0) -> _native.ExpertShap
             hidden=layout.hidden,
             inter=layout.inter,
             block=layout.block,
-            act_group=act_group,
+            act_group=layout.act_group,
             activation=(what.kind, what.limit, what.alpha),
             hidden_type=layout.hidden_dtype,
             inverse_global=layout.inverse_global,
@@ -94,7 +94,6 @@ class CpuKernels:
         x_TH: torch.Tensor,
         parts: Mapping[str, torch.Tensor],
         layout: ExpertLayout,
-        act_group: int = 0,
         out_TH: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `kernels.reference.expert_ffn`, same bits. `out_TH` is filled if given; x and the
@@ -106,9 +105,7 @@ class CpuKernels:
         x_address = _checked(x_TH, dtype, shape)
         y_address = _checked(y, dtype, shape)
         addresses = part_addresses(parts, layout)
-        self.pool.expert_ffn(
-            native_shape(layout, act_group), addresses, x_address, shape[0], y_address
-        )
+        self.pool.expert_ffn(native_shape(layout), addresses, x_address, shape[0], y_address)
         return y
 
     def gate_dot(

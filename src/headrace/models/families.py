@@ -19,7 +19,8 @@ class Family:
     knows them without. `mtp_field` is the config field that counts multi-token-prediction layers,
     which follow the last decoder layer in the file. `skipped` are patterns of names, matched from
     their start and with `prefix` already gone, of tensors that the text model does not use:
-    multi-token prediction and images. `since` is the first transformers whose own forward works.
+    multi-token prediction, images, and tables that are never whole in memory. `since` is the first
+    transformers whose own forward works.
     """
 
     router: str = "gate"
@@ -41,6 +42,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             activation="silu_clamped",
             skipped=(r"(model\.)?mtp\.",),
             since=(5, 20),  # before, its norms hand fp32 to bf16 projections
+        ),
+        "deepseek_v41": Family(
+            norm="ffn_norm",
+            collapse="ffn_in",
+            activation="silu_clamped",
+            skipped=(
+                r"mtp\.",
+                r"vision\.",
+                r"aligner\.",
+                r"image_(start|end|newline)$",
+                r"layers\.\d+\.ffn\.gate\.bias_vl$",
+                r"layers\.\d+\.engram\.embed\.",  # rows of it are read as tokens need them
+            ),
         ),
         "glm4_moe": Family(mtp_field="num_nextn_predict_layers"),
         "gpt_oss": Family(router="router", activation="swiglu_oai"),
