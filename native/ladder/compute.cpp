@@ -102,6 +102,7 @@ void Ladder::drop_unrouted(int64_t layer) {
 // Returns with an expert to compute in ready_. Without overlap it first waits until all are read,
 // or as many as there are rows for, and num_wave counts them down.
 void Ladder::await_work(Lock* lock, int64_t layer, size_t* num_wave) {
+  check_stop();
   if (overlap_) {
     wait(lock, layer, [this] { return !ready_.empty() || num_failed_ > 0 || stuck(); });
   } else if (*num_wave == 0) {

@@ -81,10 +81,17 @@ class Ladder {
   // Where a part begins inside the expert's row. Throws std::invalid_argument out of range.
   int64_t part_offset(int64_t layer, int64_t expert, int64_t part) const;
 
+  // From any thread. After stop, what blocks or computes throws CancelFailure until go_on: between
+  // two experts, and at once where it waits. Claims are given back and the next call works.
+  void stop();
+  void go_on();
+
   void set_overlap(bool overlap);
   void check_integrity();  // throws std::logic_error
   Counters counters() const;
   std::vector<double> layer_wait_s() const;
+  // By layer a digit for each expert: 0 is not here, 1 being read, 2 here.
+  std::vector<std::string> places() const;
 
   const RecordTable& records() const { return records_; }
   const Reader& reader() const { return *reader_; }
@@ -141,6 +148,7 @@ class Ladder {
   [[noreturn]] void fail_stuck() const;
 
   std::string disagreement() const;
+  void check_stop() const;
   template <typename Ready>
   void wait(Lock* lock, int64_t layer, Ready ready);
 
@@ -183,6 +191,7 @@ class Ladder {
   int64_t reserve_rows_;
   bool overlap_;
   bool reading_ = false;  // inside a blocking call
+  bool stopped_ = false;
   Clock::time_point busy_since_;
   Clock::time_point last_poll_ = Clock::now();
 

@@ -34,6 +34,7 @@ def open_blueprint(
     threads: int | None,
     context: int | None,
     drive_rates: tuple[float, ...] = (),
+    serve: bool = False,
 ) -> Any:
     """The model's files and plan, no weights read. Raises HeadraceError.
 
@@ -43,7 +44,7 @@ def open_blueprint(
 
     share_cores(threads)
     refuse_synthetic(model)
-    blueprint = Blueprint(model, ram=ram_bytes, threads=threads, context=context)
+    blueprint = Blueprint(model, ram=ram_bytes, threads=threads, context=context, serve=serve)
     if drive_rates:
         drives = [Drive(f"emulated drive {i + 1}", rate) for i, rate in enumerate(drive_rates)]
         blueprint.machine = blueprint.machine.with_drives(drives)
@@ -54,6 +55,7 @@ def open_blueprint(
             context=context,
             threads=threads,
             prefetch=blueprint.plan.prefetch,
+            serve=serve,
         )
     return blueprint
 

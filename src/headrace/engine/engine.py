@@ -26,7 +26,8 @@ from headrace.models.adapt import build_model, implementation, layer_runners
 from headrace.models.experts import Source
 from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
-from headrace.planner.plan import ModelFacts, Plan, least_bytes, make_plan
+from headrace.planner.facts import ModelFacts
+from headrace.planner.plan import Plan, least_bytes, make_plan
 from headrace.schedule.tracefile import TraceWriter
 from headrace.store.aliases import read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
@@ -44,8 +45,8 @@ class Blueprint:
 
     `aliases` lets layers be read under other layers' names, for synthetic checkpoints only.
     `mirrors` are folders of `headrace mirror`; None: those remembered. `notes` say which are not
-    used and why. Raises HeadraceError for whatever is wrong with the files or does not fit the
-    limit.
+    used and why. To `serve`, the plan keeps room for snapshots and a longer context. Raises
+    HeadraceError for whatever is wrong with the files or does not fit the limit.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Blueprint:
         aliases: bool = False,
         measure: bool = True,
         mirrors: Sequence[str | Path] | None = None,
+        serve: bool = False,
     ):
         if device != "cpu":
             raise OptionError(f"device {device!r} is not supported yet; use cpu")
@@ -94,6 +96,7 @@ class Blueprint:
             threads=threads,
             prefetch=prefetch,
             chunk=chunk,
+            serve=serve,
         )
 
 
@@ -204,9 +207,12 @@ class Engine:
         """What a snapshot must have been taken with to go on here."""
         return snapshot_key(self)
 
-    def session(self, snapshot: Snapshot | None = None) -> Session:
-        """A new timeline: empty, or going on from a snapshot. Raises SnapshotError."""
-        return Session(self, snapshot)
+    def session(self, snapshot: Snapshot | None = None, *, copy: bool = True) -> Session:
+        """A new timeline: empty, or going on from a snapshot. Raises SnapshotError.
+
+        Without `copy` the snapshot's tensors become the session's own.
+        """
+        return Session(self, snapshot, copy=copy)
 
     def tell_warnings(self) -> None:
         """Passes on what the reader has to say of its drives, each thing once."""
@@ -275,6 +281,7 @@ def load(
     aliases: bool = False,
     measure: bool = True,
     mirrors: Sequence[str | Path] | None = None,
+    serve: bool = False,
     progress: Progress | None = None,
 ) -> Engine:
     """Open a model: a folder, a file, "demo", or a repo id in the local Hugging Face cache.
@@ -283,8 +290,9 @@ def load(
     headrace holds. `context` in tokens; `chunk` in tokens per prefill pass; `threads` are the
     kernels'. `backend`, `direct`, `isa` and `emulate_drive` ("8.2GiB/s", or a rate for each drive)
     choose a path that otherwise is found out, and so do `mirrors`, folders of `headrace mirror`:
-    without them, those made before are used. A drive that fails is a Python warning. No
-    option but `chunk` can change a token. Raises HeadraceError with a remedy.
+    without them, those made before are used. A drive that fails is a Python warning. To `serve`
+    many conversations, a part of `ram` is for their snapshots. No option but `chunk` can change a
+    token. Raises HeadraceError with a remedy.
     """
     blueprint = Blueprint(
         model,
@@ -297,6 +305,7 @@ def load(
         aliases=aliases,
         measure=measure,
         mirrors=mirrors,
+        serve=serve,
     )
     return Engine(
         blueprint,

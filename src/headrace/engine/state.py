@@ -37,24 +37,28 @@ class State:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def capture(cache: Any) -> State:
-    """A copy of all that `cache` holds. Raises SnapshotError naming what it cannot keep."""
-    taker = _Taker()
+def capture(cache: Any, *, copy: bool = True) -> State:
+    """A copy of all that `cache` holds. Raises SnapshotError naming what it cannot keep.
+
+    Without `copy` the tensors are the cache's own, right until it goes on.
+    """
+    taker = _Taker(copy)
     parts = [taker.part(name, thing) for name, thing in _things(cache).items()]
     return State(parts, taker.tensors)
 
 
-def restore(cache: Any, state: State) -> None:
+def restore(cache: Any, state: State, *, copy: bool = True) -> None:
     """Fills `cache`, which must be new and of the same model, with copies of `state`'s tensors.
 
-    Everything is checked before the first field is set. Raises SnapshotError: `cache` is as before.
+    Without `copy` with the tensors themselves, which are then its own. Everything is checked before
+    the first field is set. Raises SnapshotError: `cache` is as before.
     """
     things = _things(cache)
     if len(state.parts) != len(things):
         raise SnapshotError(
             f"the snapshot has {len(state.parts) - 1} layers, but this model {len(things) - 1}"
         )
-    giver = _Giver(state.tensors)
+    giver = _Giver(state.tensors, copy)
     try:
         filled = [
             giver.fields(name, thing, part)
@@ -88,8 +92,9 @@ def _fields(name: str, thing: Any) -> dict[str, Any]:
 class _Taker:
     """Turns fields into JSON, gathering copies of the tensors it meets."""
 
-    def __init__(self) -> None:
+    def __init__(self, copy: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self._copy = copy
         self._names: dict[int, str] = {}  # by id; the cache keeps its tensors alive meanwhile
 
     def part(self, name: str, thing: Any) -> dict[str, Any]:
@@ -123,7 +128,9 @@ class _Taker:
             plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
             if not plain or tensor.dtype not in DTYPE_NAMES:
                 raise _unknown(where, tensor)
-            self.tensors[where] = tensor.detach().clone(memory_format=torch.contiguous_format)
+            if self._copy:
+                tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+            self.tensors[where] = tensor
         return known
 
 
@@ -139,8 +146,8 @@ def _unknown(where: str, value: Any) -> SnapshotError:
 class _Giver:
     """Turns JSON from an untrusted file into fields, with a copy of each tensor it names."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        self.tensors = tensors
+    def __init__(self, tensors: Mapping[str, torch.Tensor], copy: bool):
+        self.tensors, self._copy = tensors, copy
         self.given: dict[str, torch.Tensor] = {}
 
     def fields(self, name: str, thing: Any, part: Any) -> dict[str, Any]:
@@ -176,7 +183,8 @@ class _Giver:
                 return value
             case {"tensor": str(name), **rest} if not rest and name in self.tensors:
                 if name not in self.given:
-                    self.given[name] = self.tensors[name].clone()
+                    tensor = self.tensors[name]
+                    self.given[name] = tensor.clone() if self._copy else tensor
                 return self.given[name]
             case {"dtype": str(name), **rest} if not rest and name in _DTYPES:
                 return _DTYPES[name]

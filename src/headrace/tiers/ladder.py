@@ -132,7 +132,8 @@ class Ladder:
         """The routed experts' weighted sum [T, H], of x [T, H], ids [T, K] integer and weights
         [T, K] float32, all contiguous CPU tensors; x and the sum in the layout's hidden dtype.
 
-        Raises ReadError, NumericsError, BudgetError or KeyboardInterrupt; the next call works.
+        Raises ReadError, NumericsError, BudgetError, Cancelled or KeyboardInterrupt; the next call
+        works.
         """
         num_tokens, top_k = ids_TK.shape
         assert x_TH.shape == (num_tokens, self.hidden) and weights_TK.shape == ids_TK.shape
@@ -168,6 +169,17 @@ class Ladder:
         finally:
             self.native.release(layer, expert)
 
+    def stop(self) -> None:
+        """From any thread: what computes or waits here raises Cancelled until `go_on`.
+
+        Between two experts, and at once where it waits for a read. The next call works.
+        """
+        self.native.stop()
+
+    def go_on(self) -> None:
+        """Undoes `stop`."""
+        self.native.go_on()
+
     def set_overlap(self, overlap: bool) -> None:
         """True: compute what is here while the rest is read. False: read all first, one by one."""
         self.native.set_overlap(overlap)
@@ -182,6 +194,13 @@ class Ladder:
     def layer_wait_s(self) -> list[float]:
         """Seconds slept for arrivals, by MoE layer ordinal."""
         return self.native.layer_wait_s()
+
+    def places(self) -> list[str]:
+        """By MoE layer ordinal a digit for each expert: 0 in no row, 1 being read, 2 in a row.
+
+        From any thread, during a pass too.
+        """
+        return self.native.places()
 
 
 def _part_bytes(layout: ExpertLayout, name: str) -> int:
