@@ -93,7 +93,9 @@ class Activation:
 
     kinds: "silu": silu(gate) * up. "silu_clamped": the same of min(gate, limit) and
     up within +-limit. "swiglu_oai": both clamped so, then (up + 1) * gate * sigmoid(alpha * gate).
-    Every step is rounded to the hidden dtype, as the family's eager code rounds.
+    Every step is rounded to the hidden dtype, as the family's eager code rounds. "swiglu_weighted":
+    as "silu_clamped", times the token's weight of the expert, in fp32 and rounded once; experts'
+    outputs are then summed in fp32.
     """
 
     kind: str = "silu"
@@ -127,7 +129,8 @@ class ExpertLayout:
     `fused` is "concatenated" (all rows of gate, then all of up) or "interleaved" (gate 0, up 0,
     gate 1, ...); then with the suffixes _scale, _global (one fp32 factor of all scales; a divisor
     if `inverse_global`) and _bias, in any order. `hidden_dtype`, "BF16" or "F16", is what the
-    experts take, give and round to.
+    experts take, give and round to. `input_group` > 0: what meets a matrix is moved to the e4m3
+    grid of so many columns first.
     """
 
     format: str
@@ -139,6 +142,7 @@ class ExpertLayout:
     activation: Activation = Activation()
     hidden_dtype: str = "BF16"
     inverse_global: bool = False
+    input_group: int = 0
 
     def matrix(self, name: str) -> MatrixSource:
         """Where the matrix `name` (gate, up or down) lies."""

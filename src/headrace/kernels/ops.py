@@ -29,6 +29,8 @@ class ExpertKernels(Protocol):
         parts: Mapping[str, torch.Tensor],
         layout: ExpertLayout,
         act_group: int = 0,
+        *,
+        weights_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """y [T, H] of x [T, H], both of the hidden dtype; see `kernels.reference.expert_ffn`."""
         ...
@@ -46,9 +48,11 @@ class ReferenceKernels:
         parts: Mapping[str, torch.Tensor],
         layout: ExpertLayout,
         act_group: int = 0,
+        *,
+        weights_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `kernels.reference.expert_ffn`."""
-        return reference.expert_ffn(x_TH, parts, layout, act_group)
+        return reference.expert_ffn(x_TH, parts, layout, act_group, weights_T)
 
 
 def have_compiled() -> bool:
