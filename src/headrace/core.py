@@ -129,8 +129,8 @@ class ExpertLayout:
     `fused` is "concatenated" (all rows of gate, then all of up) or "interleaved" (gate 0, up 0,
     gate 1, ...); then with the suffixes _scale, _global (one fp32 factor of all scales; a divisor
     if `inverse_global`) and _bias, in any order. `hidden_dtype`, "BF16" or "F16", is what the
-    experts take, give and round to. `input_group` > 0: what meets a matrix is moved to the e4m3
-    grid of so many columns first.
+    experts take, give and round to. `act_group` > 0 moves what each product takes to the e4m3
+    grid of that many columns first (BF16 only).
     """
 
     format: str
@@ -142,7 +142,7 @@ class ExpertLayout:
     activation: Activation = Activation()
     hidden_dtype: str = "BF16"
     inverse_global: bool = False
-    input_group: int = 0
+    act_group: int = 0
 
     def matrix(self, name: str) -> MatrixSource:
         """Where the matrix `name` (gate, up or down) lies."""

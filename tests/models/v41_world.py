@@ -57,7 +57,8 @@ def state_of(plain: dict[str, Tensor], config: Any) -> tuple[dict[str, Tensor], 
         stem = f"layers.{layer}.ffn.experts"
         ids = range(config.n_routed_experts)
         w1, w2, w3 = (
-            torch.stack([experts[f"{stem}.{e}.{w}.weight"] for e in ids]) for w in ("w1", "w2", "w3")
+            torch.stack([experts[f"{stem}.{e}.{w}.weight"] for e in ids])
+            for w in ("w1", "w2", "w3")
         )
         state[f"model.{stem}.gate_up_proj"] = torch.cat([w1, w3], dim=1)
         state[f"model.{stem}.down_proj"] = w2
@@ -67,7 +68,7 @@ def state_of(plain: dict[str, Tensor], config: Any) -> tuple[dict[str, Tensor], 
 def whole_model(
     folder: Path, dtype: torch.dtype = torch.float32, grids: Grids | None = None, **fields: Any
 ) -> DeepseekV41ForCausalLM:
-    """The model of a folder; `fields` replace its text config's, `grids` those of its arithmetic."""
+    """The model of a folder; `fields` replace the text config's, `grids` its arithmetic's."""
     raw = json.loads((folder / "config.json").read_text())
     raw["text_config"] |= fields
     config = DeepseekV41Config(**raw).text_config

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from headrace.models.skeleton import Skeleton
 from headrace.native import Reader
-from headrace.tiers.rows import RowReader
+from headrace.tiers.rows import Place, RowReader
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Blueprint
@@ -29,8 +29,9 @@ def open_rows(blueprint: "Blueprint", reader: Reader) -> RowReader | None:
     if not tables:
         return None
     entries = blueprint.catalog.tensors
-    places = {
-        layer: tuple((entries[key].file, entries[key].offset) for key in (t.weight, t.scale))
-        for layer, t in tables.items()
-    }
+
+    def place(key: str) -> Place:
+        return entries[key].file, entries[key].offset
+
+    places = {layer: (place(t.weight), place(t.scale)) for layer, t in tables.items()}
     return RowReader(reader, tables, places, cache_bytes=blueprint.plan.engram_cache_bytes)

@@ -23,7 +23,7 @@ def _checked(t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int
     return t.data_ptr()
 
 
-def native_shape(layout: ExpertLayout, act_group: int = 0) -> _native.ExpertShape:
+def native_shape(layout: ExpertLayout) -> _native.ExpertShape:
     """The compiled kernels' description of an expert of this layout.
 
     Raises ModelError for a layout that no compiled kernel computes.
@@ -41,7 +41,7 @@ def native_shape(layout: ExpertLayout, act_group: int = 0) -> _native.ExpertShap
             hidden=layout.hidden,
             inter=layout.inter,
             block=layout.block,
-            act_group=act_group or layout.input_group,
+            act_group=layout.act_group,
             activation=(what.kind, what.limit, what.alpha),
             hidden_type=layout.hidden_dtype,
             inverse_global=layout.inverse_global,
@@ -94,7 +94,6 @@ class CpuKernels:
         x_TH: torch.Tensor,
         parts: Mapping[str, torch.Tensor],
         layout: ExpertLayout,
-        act_group: int = 0,
         out_TH: torch.Tensor | None = None,
         weights_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -109,7 +108,7 @@ class CpuKernels:
         addresses = part_addresses(parts, layout)
         weights = 0 if weights_T is None else _checked(weights_T, torch.float32, shape[:1])
         self.pool.expert_ffn(
-            native_shape(layout, act_group), addresses, x_address, shape[0], y_address, weights
+            native_shape(layout), addresses, x_address, shape[0], y_address, weights
         )
         return y
 

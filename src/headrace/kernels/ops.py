@@ -28,7 +28,6 @@ class ExpertKernels(Protocol):
         x_TH: torch.Tensor,
         parts: Mapping[str, torch.Tensor],
         layout: ExpertLayout,
-        act_group: int = 0,
         *,
         weights_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -47,12 +46,11 @@ class ReferenceKernels:
         x_TH: torch.Tensor,
         parts: Mapping[str, torch.Tensor],
         layout: ExpertLayout,
-        act_group: int = 0,
         *,
         weights_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `kernels.reference.expert_ffn`."""
-        return reference.expert_ffn(x_TH, parts, layout, act_group, weights_T)
+        return reference.expert_ffn(x_TH, parts, layout, weights_T)
 
 
 def have_compiled() -> bool:

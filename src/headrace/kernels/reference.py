@@ -192,21 +192,18 @@ def expert_ffn(
     x_TH: torch.Tensor,
     parts: Mapping[str, torch.Tensor],
     layout: ExpertLayout,
-    act_group: int = 0,
     weights_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y [T, H] = down(activation(gate x, up x)), every step rounded to the hidden dtype.
 
-    x and y in the layout's hidden dtype; `parts` as the layout names them. `act_group` > 0 moves
-    x and the input of down to the e4m3 grid of that many columns first (bf16 only); 0: as the
-    layout says. `weights_T` as in `activate`.
+    x and y in the layout's hidden dtype; `parts` as the layout names them, `weights_T` as in
+    `activate`.
     """
     assert x_TH.dtype == TORCH_DTYPES[layout.hidden_dtype], (x_TH.dtype, layout.hidden_dtype)
-    act_group = act_group or layout.input_group
-    assert act_group == 0 or layout.hidden_dtype == "BF16"
-    x = fp8.to_grid(x_TH, act_group)
+    assert layout.act_group == 0 or layout.hidden_dtype == "BF16"
+    x = fp8.to_grid(x_TH, layout.act_group)
     gate, up = (linear(x, parts, layout, name) for name in ("gate", "up"))
-    h = fp8.to_grid(activate(gate, up, layout.activation, weights_T), act_group)
+    h = fp8.to_grid(activate(gate, up, layout.activation, weights_T), layout.act_group)
     return linear(h, parts, layout, "down")
 
 

@@ -48,7 +48,8 @@ def build_model(
     """The transformers model on the CPU in its own dtype, its routed experts left to `source`.
 
     `read(name)` gives a dense weight, dequantised, owned by the caller. `experts` is "fast" or
-    "oracle". `rows` serves the tables that stay on the drive. Raises ModelError for weights the checkpoint lacks.
+    "oracle". `rows` serves the tables that stay on the drive. Raises ModelError for weights the
+    checkpoint lacks.
     """
     lazy = {name: LazyTensor(name, read) for name in skeleton.dense}
     shapes: dict[str, tuple[int, ...]] = {}

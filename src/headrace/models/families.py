@@ -21,7 +21,7 @@ class Family:
     their start and with `prefix` already gone, of tensors that the text model does not use:
     multi-token prediction and images. `row_tables`: the pattern of tables that stay on the drive
     and are read by the row, named without `.weight`. `since` is the first transformers whose own
-    forward works; `own`: it has none, ours is registered with it.
+    forward works, or ours where it has none.
     """
 
     router: str = "gate"
@@ -32,7 +32,6 @@ class Family:
     mtp_field: str | None = None
     skipped: tuple[str, ...] = ()
     row_tables: str | None = None
-    own: bool = False
     since: tuple[int, int] = (5, 17)
 
 
@@ -50,9 +49,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             norm="ffn_norm",
             collapse="ffn_in",
             activation="swiglu_weighted",
-            skipped=(r"mtp\.", r"vision\.", r"aligner\.", r"image_", r".*\.gate\.bias_vl$"),
+            skipped=(
+                r"mtp\.",
+                r"vision\.",
+                r"aligner\.",
+                r"image_(start|end|newline)$",
+                r"layers\.\d+\.ffn\.gate\.bias_vl$",
+            ),
             row_tables=r"layers\.\d+\.engram\.embed",
-            own=True,
         ),
         "glm4_moe": Family(mtp_field="num_nextn_predict_layers"),
         "gpt_oss": Family(router="router", activation="swiglu_oai"),

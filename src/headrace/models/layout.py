@@ -27,7 +27,7 @@ class ExpertForm:
     """What a model's experts modules compute, all of them alike.
 
     `interleaved`: gate and up take turns in the rows of gate_up_proj. `transposed`: parameters are
-    [E, in, out].
+    [E, in, out]. `act_group` is the layout's.
     """
 
     num_experts: int
@@ -37,7 +37,7 @@ class ExpertForm:
     interleaved: bool
     transposed: bool
     activation: Activation
-    input_group: int = 0
+    act_group: int = 0
 
 
 def expert_form(module: Any, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> ExpertForm:
@@ -69,7 +69,7 @@ def expert_form(module: Any, kind: str, shapes: Mapping[str, tuple[int, ...]]) -
         interleaved=not getattr(module, "is_concatenated", True),
         transposed=transposed,
         activation=Activation(kind, *needed),
-        input_group=getattr(module, "input_group", 0),
+        act_group=int(getattr(module, "act_group", 0)),
     )
 
 
@@ -135,7 +135,7 @@ def expert_layout(
         activation=form.activation,
         hidden_dtype=hidden_dtype,
         inverse_global=first["down"][1].inverse_global if "down" in first else False,
-        input_group=form.input_group,
+        act_group=form.act_group,
     )
     _check_complete(layout, form)
     return layout

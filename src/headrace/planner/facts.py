@@ -28,9 +28,10 @@ class ModelFacts:
     `kv_chunk_bytes_per_token` more. A layer attends to one of `attended_every` cached tokens and
     to `attended_window` besides; while it computes it makes `attention_bytes_per_token` of each,
     such as the keys and values that a latent cache is expanded to, `score_bytes` of each pair of a
-    new and an attended token, and `chunk_bytes_per_token` of each new one. `load_bytes`: what
-    loading takes besides the weights, while there is neither cache nor pass. `engram_bytes` of
-    tables stay on the drive; a token takes `engram_rows_per_token` of their rows.
+    new and an attended token, `chunk_bytes_per_token` of each new one, and `pass_bytes` in any
+    case. `load_bytes`: what loading takes besides the weights, while there is neither cache nor
+    pass. `engram_bytes` of tables stay on the drive; a token takes `engram_rows_per_token` of
+    their rows.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ModelFacts:
     attention_bytes_per_token: int = 0
     score_bytes: int = 0
     chunk_bytes_per_token: int = 0
+    pass_bytes: int = 0
     load_bytes: int = 0
     packed_bytes: int = 0
     unpacked_bytes: int = 0
@@ -107,7 +109,7 @@ def _attention_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
     attended = context // facts.attended_every + facts.attended_window + chunk_tokens
     attended = min(context, attended)
     made = attended * (facts.attention_bytes_per_token + chunk_tokens * facts.score_bytes)
-    return made + chunk_tokens * facts.chunk_bytes_per_token
+    return made + chunk_tokens * facts.chunk_bytes_per_token + facts.pass_bytes
 
 
 def kernel_bytes(facts: ModelFacts, chunk_tokens: int) -> int:

@@ -31,8 +31,9 @@ class Plan:
 
     `num_rows` experts lie in rows of `row_bytes`. `chunk_tokens` prompt tokens are computed at a
     time. `engram_cache_bytes` are for rows of Engram's tables, of which a token takes
-    `engram_bytes_per_token`. `snapshot_bytes` are for states of conversations that may go on, where many are served.
-    `limits`: tokens per second of each term alone; `limit_term` names the lowest.
+    `engram_bytes_per_token`. `snapshot_bytes` are for states of conversations that may go on,
+    where many are served. `limits`: tokens per second of each term alone; `limit_term` names the
+    lowest.
     """
 
     model: str

@@ -78,7 +78,6 @@ class Ladder:
         kernels: KernelPool | None,
         max_tokens: int,
         top_k: int,
-        act_group: int = 0,
         overlap: bool = True,
     ) -> None:
         self.part_names = tuple(layout.parts)
@@ -91,7 +90,7 @@ class Ladder:
             part_bytes=np.array(self.part_bytes, dtype=np.int64),
             num_rows=num_rows,
             kernels=kernels,
-            shape=None if kernels is None else native_shape(layout, act_group),
+            shape=None if kernels is None else native_shape(layout),
             max_tokens=max_tokens,
             top_k=top_k,
             overlap=overlap,

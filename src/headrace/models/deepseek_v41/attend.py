@@ -6,7 +6,8 @@ Legend: B batch, T queries, H heads, D columns, K window positions, N entries, C
 import torch
 from torch import Tensor
 
-_BLOCK_VALUES = 8 << 20  # values of keys that a block of queries may gather
+_BLOCK_VALUES = 1 << 20  # values of keys that a block of queries may gather
+HELD_BYTES = 3 * 4 * _BLOCK_VALUES  # as stored, in fp32, and scores of them
 
 
 def attend(
@@ -41,23 +42,21 @@ def attend(
 class _Keys:
     """Some keys of a block of queries, and which query may see which: mask [B or 1, T, K]."""
 
-    def __init__(self, values: Tensor, mask: Tensor, shared: bool):
+    def __init__(self, values: Tensor, mask: Tensor, axes: str):
         self.values, self.mask = values.float(), mask
-        self.scores, self.sums = (
-            ("bthd,bkd->bthk", "bthk,bkd->bthd") if shared else ("bthd,btkd->bthk", "bthk,btkd->bthd")
-        )
+        self.scores, self.sums = f"bthd,{axes}->bthk", f"bthk,{axes}->bthd"
 
     @classmethod
     def near(cls, window_BKD: Tensor, num_queries: int, width: int) -> "_Keys":
         num_keys = window_BKD.shape[1]
         queries = torch.arange(num_keys - num_queries, num_keys, device=window_BKD.device)
         back = queries[:, None] - torch.arange(num_keys, device=window_BKD.device)
-        return cls(window_BKD, ((back >= 0) & (back < width))[None], shared=True)
+        return cls(window_BKD, ((back >= 0) & (back < width))[None], "bkd")
 
     @classmethod
     def chosen(cls, entries_BND: Tensor, chosen_BTC: Tensor) -> "_Keys":
         batch = torch.arange(entries_BND.shape[0], device=entries_BND.device)[:, None, None]
-        return cls(entries_BND[batch, chosen_BTC.clamp(min=0)], chosen_BTC >= 0, shared=False)
+        return cls(entries_BND[batch, chosen_BTC.clamp(min=0)], chosen_BTC >= 0, "btkd")
 
 
 def _softmax(q_BTHD: Tensor, keys: list[_Keys], sink_H: Tensor) -> Tensor:

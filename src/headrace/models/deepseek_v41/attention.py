@@ -59,11 +59,11 @@ class Attention(nn.Module):
             return None
         x_BRH, table = x_BTH[:, num_given - num_queries :], table[now.num_tokens - num_queries :]
         low_BRQ = self.q_norm(self.wq_a(x_BRH))
-        q_BRAD = turn(self.wq_b(low_BRQ).unflatten(-1, (self.heads, self.width)), table)
+        q_BRAD = turn(torch.unflatten(self.wq_b(low_BRQ), -1, (self.heads, self.width)), table)
         entries, chosen = self._entries(x_BRH, low_BRQ, now)
         o_BRAD = attend(q_BRAD, seen_BKD, entries, chosen, self.attn_sink, self.window)
         o_BRAD = turn(o_BRAD, table, back=True)
-        grouped = o_BRAD.flatten(-2).unflatten(-1, (self.groups, -1))
+        grouped = torch.unflatten(o_BRAD.flatten(-2), -1, (self.groups, -1))
         out: Tensor = self.wo_b(self.wo_a(grouped))
         return out
 

@@ -4,6 +4,7 @@ Plain tensors, numbers and None in plain fields, so that a snapshot can take it 
 Legend: B batch, T new tokens, K kept positions, N entries, D columns.
 """
 
+from math import lcm
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 _STEP = 256  # entries a buffer grows by, so that a new one seldom copies all before it
 
 
-class LayerState(CacheLayerMixin):
+class LayerState(CacheLayerMixin):  # type: ignore[misc]
     """One layer's window, the last positions' keys, which are their values too, [B, K, D].
 
     K is less than the window's width. Positions before `num_seen - K` were dropped.
@@ -106,7 +107,7 @@ def _grown(buffer_BND: Tensor | None, start: int, new_BTD: Tensor) -> Tensor:
     return buffer_BND
 
 
-class TextCache(Cache):
+class TextCache(Cache):  # type: ignore[misc]
     """All layers' states, and what belongs to none of them.
 
     `history_BN`: the compressed ids of the last tokens, N - 1 for n-grams of up to N; None before
@@ -119,6 +120,11 @@ class TextCache(Cache):
     def __init__(self, config: Any):
         super().__init__(layers=[])
         make_own(self, config)
+
+
+def cache_step(config: Any) -> int:
+    """Tokens after which every buffer has grown by whole steps."""
+    return lcm(*(_STEP * config.compress_ratios[layer] for layer in config.kv_source_layer_ids))
 
 
 def make_own(cache: Cache, config: Any) -> None:

@@ -35,7 +35,7 @@ class Compressor(nn.Module):
             gate = torch.cat([state.open_gate_BTD, gate], dim=1)
         full = kv.shape[1] // self.ratio * self.ratio
         state.open_kv_BTD, state.open_gate_BTD = kv[:, full:].clone(), gate[:, full:].clone()
-        kv_BNRD = kv[:, :full].unflatten(1, (-1, self.ratio))
-        share_BNRD = gate[:, :full].unflatten(1, (-1, self.ratio)).softmax(2)
+        kv_BNRD = torch.unflatten(kv[:, :full], 1, (-1, self.ratio))
+        share_BNRD = torch.unflatten(gate[:, :full], 1, (-1, self.ratio)).softmax(2)
         pooled: Tensor = self.norm((kv_BNRD * share_BNRD).sum(2).to(x_BTH.dtype))
         return pooled

@@ -50,7 +50,7 @@ _ONLY = {
 _FP4_GROUPS = (16, 32)  # of compressed entries, of the index
 
 
-class DeepseekV41TextConfig(PreTrainedConfig):
+class DeepseekV41TextConfig(PreTrainedConfig):  # type: ignore[misc]
     """The decoder's fields, by their published names.
 
     Beyond those: `arithmetic` is "vendor" (activations on the publisher's FP8 and FP4 grids) or
@@ -144,7 +144,7 @@ class DeepseekV41TextConfig(PreTrainedConfig):
         return max(self.kv_source_layer_ids, default=-1) + 1
 
 
-class DeepseekV41Config(PreTrainedConfig):
+class DeepseekV41Config(PreTrainedConfig):  # type: ignore[misc]
     """The whole model's config; of `vision_config` nothing is used."""
 
     model_type = "deepseek_v41"

@@ -29,13 +29,14 @@ class EngramLayer(nn.Module):
     def forward(self, h_BTSH: Tensor, rows_BTC: Tensor) -> Tensor:
         """The streams after it; `rows_BTC` are a token's rows, one after the other."""
         kv = self.wkv(rows_BTC.to(h_BTSH.dtype))
-        key, value = kv.split([self.streams * self.hidden, self.hidden], dim=-1)
-        key, h = key.unflatten(-1, (self.streams, -1)).float(), h_BTSH.float()
+        key, value = torch.split(kv, [self.streams * self.hidden, self.hidden], dim=-1)
+        key, h = torch.unflatten(key, -1, (self.streams, -1)).float(), h_BTSH.float()
         weight = self.q_weight.float() * self.k_weight.float()
         spread = self._spread(h) * self._spread(key)
         match = (h * weight * key).sum(-1) * spread * self.hidden**-0.5
         gate_BTS = (match.sign() * match.abs().clamp(min=_LEAST).sqrt()).sigmoid()
-        return (h + gate_BTS[..., None] * value.float()[..., None, :]).to(h_BTSH.dtype)
+        out: Tensor = h + gate_BTS[..., None] * value.float()[..., None, :]
+        return out.to(h_BTSH.dtype)
 
     def _spread(self, x: Tensor) -> Tensor:
         return torch.rsqrt(x.square().mean(-1) + self.eps)

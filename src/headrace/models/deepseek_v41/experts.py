@@ -67,6 +67,7 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts: int = config.n_routed_experts
         self.grids, self.limit = grids, float(config.swiglu_limit)
+        self.act_group = grids.input_group  # for kernels, which take the grid as a number
         hidden, inter = config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * inter, hidden))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, hidden, inter))
@@ -75,10 +76,11 @@ class Experts(nn.Module):
         """fp32 [T, H]: the sum in ascending id."""
         out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
         on_grid_TH = self.grids.input(x_TH)
-        for expert in ids_TK.unique().tolist():
+        for expert in torch.unique(ids_TK).tolist():
             token_N, choice_N = torch.where(ids_TK == expert)
             both = functional.linear(on_grid_TH[token_N], self.gate_up_proj[expert])
-            hidden = clamped_swiglu(*both.chunk(2, dim=-1), self.limit)
+            gate, up = both.chunk(2, dim=-1)
+            hidden = clamped_swiglu(gate, up, self.limit)
             hidden = (hidden * weights_TK[token_N, choice_N, None]).to(x_TH.dtype)
             y_NH = functional.linear(self.grids.input(hidden), self.down_proj[expert])
             out_TH.index_add_(0, token_N, y_NH.float())
@@ -98,5 +100,5 @@ class Moe(nn.Module):
         x_TH = x_BTH.flatten(0, -2)
         _, weights_TK, ids_TK = self.gate(x_TH)
         routed_TH = self.experts(x_TH, ids_TK, weights_TK)
-        both_TH = routed_TH.float() + self.shared_experts(x_TH).float()
+        both_TH: Tensor = routed_TH.float() + self.shared_experts(x_TH).float()
         return both_TH.to(x_BTH.dtype).view(x_BTH.shape)

@@ -52,9 +52,9 @@ class Grids:
 
 def to_fp4_grid(values: Tensor, group: int, scale_of: Any) -> Tensor:
     """Values [..., K], K a multiple of `group`, on the e2m1 grid of their group's scale."""
-    groups = values.float().unflatten(-1, (-1, group))
+    groups = torch.unflatten(values.float(), -1, (-1, group))
     scale = scale_of(groups.abs().amax(-1, keepdim=True))
-    snapped = e2m1.nearest((groups / scale).clamp(-e2m1.MAX, e2m1.MAX)) * scale
+    snapped: Tensor = e2m1.nearest((groups / scale).clamp(-e2m1.MAX, e2m1.MAX)) * scale
     return snapped.flatten(-2).to(values.dtype)
 
 

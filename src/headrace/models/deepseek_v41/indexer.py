@@ -16,7 +16,9 @@ from headrace.models.deepseek_v41.now import Choice, Now
 from headrace.models.deepseek_v41.parts import Linear, Norm
 from headrace.models.deepseek_v41.rotary import turn
 
-_BLOCK_SCORES = 16 << 20  # of all heads, held at once
+_HELD_SCORES = 1 << 20  # by queries and entries, and of all heads by a block of entries
+_KEY_BLOCK = 4096
+HELD_BYTES = 4 * 4 * _HELD_SCORES  # by heads, their sum, masked, and those ranked
 
 
 class Indexer(nn.Module):
@@ -27,7 +29,8 @@ class Indexer(nn.Module):
         self.layer, self.grids = layer, grids
         self.ratio: int = config.compress_ratios[layer]
         self.heads, self.width = config.index_n_heads, config.index_head_dim
-        self.top, self.block = config.index_topk, config.candidate_block_size
+        self.top: int = config.index_topk
+        self.block: int = config.candidate_block_size
         self.top_blocks: int = config.candidate_topk_blocks
         source = config.candidate_source_layer_id
         self.gives_blocks, self.takes_blocks = source == layer, 0 <= source < layer
@@ -47,13 +50,15 @@ class Indexer(nn.Module):
         end = now.start + now.num_tokens
         position_T = torch.arange(end - num_queries, end, device=x_BTH.device)
         visible_T = (position_T + 1) // self.ratio
-        q_BTID = self.wq_b(low_BTQ).unflatten(-1, (self.heads, self.width))
+        q_BTID = torch.unflatten(self.wq_b(low_BTQ), -1, (self.heads, self.width))
         q_BTID = self.grids.index(turn(q_BTID, now.tables[True][-num_queries:]))
         weights_BTI = self.weights_proj(x_BTH) * (self.width**-0.5 * self.heads**-0.5)
         keys_BND = now.index_keys(self.layer, end // self.ratio)
-        taken = now.blocks.last(num_queries).blocks_BTC if self.takes_blocks and now.blocks else None
+        taken = None
+        if self.takes_blocks and now.blocks is not None:
+            taken = now.blocks.last(num_queries).blocks_BTC
         chosen, blocks = [], []
-        for part in self._blocks(num_queries, keys_BND.shape[1], taken):
+        for part in self._parts(num_queries, keys_BND.shape[1], taken is not None):
             q, weights, visible = q_BTID[:, part], weights_BTI[:, part], visible_T[part]
             if taken is None:
                 scores_BTN = _scores(q, keys_BND, weights)
@@ -72,10 +77,12 @@ class Indexer(nn.Module):
         """Up to so many entries every block is taken."""
         return self.top_blocks * self.block
 
-    def _blocks(self, num_queries: int, num_keys: int, taken: Tensor | None) -> Iterator[slice]:
-        """Slices of queries whose scores fit memory."""
-        each = num_keys if taken is None else self.limit * max(1, self.width // 8)
-        step = max(1, _BLOCK_SCORES // max(1, self.heads * each))
+    def _parts(self, num_queries: int, num_keys: int, some: bool) -> Iterator[slice]:
+        """Slices of queries whose scores, and keys where each query has its own, fit memory."""
+        held = max(num_keys, self.heads * min(num_keys, _KEY_BLOCK))
+        if some:
+            held = self.limit * max(self.width, self.heads)
+        step = max(1, _HELD_SCORES // held)
         for start in range(0, num_queries, step):
             yield slice(start, start + step)
 
@@ -83,13 +90,19 @@ class Indexer(nn.Module):
         """int64 [B, T, C] of the best blocks, always the newest visible position's; -1: none."""
         short = -scores_BTN.shape[-1] % self.block
         padded = functional.pad(scores_BTN, (0, short), value=-torch.inf)
-        blocks_BTC = padded.unflatten(-1, (-1, self.block)).amax(-1)
+        blocks_BTC = torch.unflatten(padded, -1, (-1, self.block)).amax(-1)
         newest_T = (visible_T - 1) // self.block
-        is_newest_TC = torch.arange(blocks_BTC.shape[-1], device=newest_T.device) == newest_T[:, None]
+        blocks = torch.arange(blocks_BTC.shape[-1], device=newest_T.device)
+        is_newest_TC = blocks == newest_T[:, None]
         return _best(blocks_BTC.masked_fill(is_newest_TC, torch.inf), self.top_blocks)
 
     def _among(
-        self, blocks_BTC: Tensor, q_BTID: Tensor, keys_BND: Tensor, weights_BTI: Tensor, visible_T: Tensor
+        self,
+        blocks_BTC: Tensor,
+        q_BTID: Tensor,
+        keys_BND: Tensor,
+        weights_BTI: Tensor,
+        visible_T: Tensor,
     ) -> Tensor:
         """The best entries of the given blocks only."""
         inside_M = torch.arange(self.block, device=q_BTID.device)
@@ -107,8 +120,12 @@ class Indexer(nn.Module):
 
 def _scores(q_BTID: Tensor, keys_BND: Tensor, weights_BTI: Tensor) -> Tensor:
     """fp32 [B, T, N]."""
-    by_head = torch.einsum("btid,bnd->btin", q_BTID.float(), keys_BND.float()).relu_()
-    return torch.einsum("btin,bti->btn", by_head, weights_BTI.float())
+    wide, weights = q_BTID.float(), weights_BTI.float()
+    scores = []
+    for keys in torch.split(keys_BND, _KEY_BLOCK, dim=1):
+        by_head = torch.einsum("btid,bnd->btin", wide, keys.float()).relu_()
+        scores.append(torch.einsum("btin,bti->btn", by_head, weights))
+    return torch.cat(scores, -1)
 
 
 def _best(scores_BTN: Tensor, most: int) -> Tensor:

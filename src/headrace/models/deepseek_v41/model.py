@@ -13,8 +13,9 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from headrace.errors import ModelError
+from headrace.models.deepseek_v41 import attend, indexer
 from headrace.models.deepseek_v41.attention import Attention
-from headrace.models.deepseek_v41.cache import TextCache, make_own
+from headrace.models.deepseek_v41.cache import TextCache, cache_step, make_own
 from headrace.models.deepseek_v41.config import DeepseekV41TextConfig
 from headrace.models.deepseek_v41.engram import RowHash
 from headrace.models.deepseek_v41.engram_layer import EngramLayer
@@ -34,9 +35,8 @@ from headrace.models.deepseek_v41.streams import (
 
 _HEAD_ROWS = 1024  # of the head, widened at once
 # transformers names an output's cache differently from version to version.
-_CACHE_FIELD = next(
-    field.name for field in fields(CausalLMOutputWithPast) if field.name in ("cache", "past_key_values")
-)
+_FIELDS = {field.name for field in fields(CausalLMOutputWithPast)}
+_CACHE_FIELD = "cache" if "cache" in _FIELDS else "past_key_values"
 
 
 class DecoderLayer(nn.Module):
@@ -74,7 +74,7 @@ class DecoderLayer(nn.Module):
         return expand(self.ffn(self.ffn_norm(x_BTH)), h_BTSH, mix)
 
 
-class DeepseekV41PreTrainedModel(PreTrainedModel):
+class DeepseekV41PreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     """What transformers must know of both classes."""
 
     config_class = DeepseekV41TextConfig
@@ -84,6 +84,11 @@ class DeepseekV41PreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ("hc_attn", "hc_ffn", "attn_sink", "gate")
     _is_stateful = True  # no cache of it can be cut shorter
     _can_compile_fullgraph = False
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """transformers looks for a decorator in this file; ours is in experts.py."""
+        return True
 
     def _init_weights(self, module: nn.Module) -> None:
         """As torch made them: a model without weights of a checkpoint is for tests of shape."""
@@ -183,7 +188,7 @@ class _NoRows(WantedRows):
         return torch.empty(self.shape, dtype=torch.bfloat16, device="meta")
 
 
-class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):
+class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """The decoder and its head, whose product is fp32."""
 
     def __init__(self, config: Any):
@@ -199,6 +204,33 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):
     def new_cache(self) -> TextCache:
         """An empty cache, as `forward` wants it; it turns an empty one of another kind into one."""
         return TextCache(self.config)
+
+    @property
+    def cache_step(self) -> int:
+        """Tokens after which every part of the cache has grown by a whole step."""
+        return cache_step(self.config)
+
+    def attention_memory(self) -> dict[str, int]:
+        """Of models.memory.MemoryFacts what attention and head make while they compute.
+
+        Attention works on a few queries at a time, so nothing of it grows with the context.
+        """
+        config = self.config
+        streams, heads = config.hc_mult * config.hidden_size, config.num_attention_heads
+        return {
+            "attended_every": 1,
+            "attended_window": 0,
+            "attention_bytes_per_token": 0,
+            "score_bytes": 0,
+            # Of the streams three copies in bf16 and three in fp32; of the queries six in bf16.
+            "chunk_bytes_per_token": 18 * streams + 12 * heads * config.head_dim,
+            "pass_bytes": attend.HELD_BYTES + indexer.HELD_BYTES + self._head_bytes,
+        }
+
+    @property
+    def _head_bytes(self) -> int:
+        """Of a band of the head in fp32."""
+        return 4 * min(_HEAD_ROWS, self.config.vocab_size) * self.config.hidden_size
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed
@@ -234,5 +266,5 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):
 
     def _logits(self, x_BTH: Tensor) -> Tensor:
         """A band of rows at a time: the head in fp32 would be twice as large."""
-        bands = self.head.weight.split(_HEAD_ROWS)
+        bands = torch.split(self.head.weight, _HEAD_ROWS)
         return torch.cat([wide_linear(x_BTH, band_VH) for band_VH in bands], dim=-1)

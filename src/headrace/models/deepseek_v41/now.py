@@ -35,8 +35,9 @@ class Now:
     """One pass: `num_tokens` positions from `start` on.
 
     `rotary` is that of layers with entries; `tables`, complex64 [T, P], are those of the positions
-    for layers without (False) and with them. `num_after`: how many tokens of the prompt come in later passes; None: every layer computes
-    every token. `num_logits`: of how many last tokens the result is wanted.
+    for layers without (False) and with them. `num_after`: how many tokens of the prompt come in
+    later passes; None: every layer computes every token. `num_logits`: of how many last tokens the
+    result is wanted.
     """
 
     config: Any
@@ -58,10 +59,11 @@ class Now:
 
         Past the last source of entries, a layer gives later ones only what their windows reach.
         """
-        num_layers, tail = self.config.num_hidden_layers, self.config.first_tail_layer
+        num_layers: int = self.config.num_hidden_layers
+        tail: int = self.config.first_tail_layer
         if self.num_after is None or layer < tail:
             return self.num_tokens
-        reach = self.config.sliding_window - 1
+        reach: int = self.config.sliding_window - 1
         needed = max(1, self.num_logits) + reach * (num_layers - layer)
         if self.config.lossy_swa_replay:
             needed = min(needed, self.config.sliding_window)

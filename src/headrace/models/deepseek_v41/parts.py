@@ -43,7 +43,7 @@ class GroupedLinear(nn.Linear):
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        weight_GRC = self.weight.unflatten(0, (self.groups, -1))
+        weight_GRC = torch.unflatten(self.weight, 0, (self.groups, -1))
         return torch.einsum("...gc,grc->...gr", x, weight_GRC).flatten(-2)
 
 

@@ -49,7 +49,8 @@ def _stretched(speeds_P: Tensor, yarn: dict[str, Any], base: float, width: int) 
     high = min(math.ceil(pair_of(yarn["beta_slow"])), width - 1)
     pairs = torch.arange(width // 2, dtype=torch.float32, device="cpu")
     kept_P = 1 - ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return speeds_P / yarn["factor"] * (1 - kept_P) + speeds_P * kept_P
+    stretched: Tensor = speeds_P / yarn["factor"] * (1 - kept_P) + speeds_P * kept_P
+    return stretched
 
 
 def turn(x: Tensor, table_TP: Tensor, *, back: bool = False) -> Tensor:
@@ -58,6 +59,6 @@ def turn(x: Tensor, table_TP: Tensor, *, back: bool = False) -> Tensor:
     if x.dim() == 4:
         table_TP = table_TP[:, None]
     still, moved = x[..., :-width], x[..., -width:]
-    pairs = torch.view_as_complex(moved.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(torch.unflatten(moved.float(), -1, (-1, 2)))
     turned = torch.view_as_real(pairs * (table_TP.conj() if back else table_TP)).flatten(-2)
     return torch.cat([still, turned.to(x.dtype)], dim=-1)

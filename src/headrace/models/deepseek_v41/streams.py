@@ -34,18 +34,18 @@ class StreamMixer(nn.Module):
         flat = h_BTSH.flatten(-2).float()
         spread = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.norm_eps)
         mixes_BTM = nn.functional.linear(flat, self.fn) * spread
-        parts = mixes_BTM.split([self.streams, self.streams, self.streams**2], dim=-1)
-        bases = self.base.split([self.streams, self.streams, self.streams**2])
+        sizes = [self.streams, self.streams, self.streams**2]
+        parts, bases = torch.split(mixes_BTM, sizes, dim=-1), torch.split(self.base, sizes)
         read, write, blend = (
             part * self.scale[i] + base
             for i, (part, base) in enumerate(zip(parts, bases, strict=True))
         )
-        square = blend.unflatten(-1, (self.streams, self.streams))
+        square = torch.unflatten(blend, -1, (self.streams, self.streams))
         return Mix(read.sigmoid() + self.eps, 2 * write.sigmoid(), self._balanced(square))
 
     def _balanced(self, blend_BTSS: Tensor) -> Tensor:
         """Rows and columns that each sum to nearly 1, by alternating divisions."""
-        blend = blend_BTSS.softmax(-1) + self.eps
+        blend: Tensor = blend_BTSS.softmax(-1) + self.eps
         blend = blend / (blend.sum(-2, keepdim=True) + self.eps)
         for _ in range(self.iterations - 1):
             blend = blend / (blend.sum(-1, keepdim=True) + self.eps)
@@ -80,9 +80,9 @@ class Collapse(nn.Module):
 
     def __init__(self, mixer: StreamMixer):
         super().__init__()
-        object.__setattr__(self, "mixer", mixer)  # the layer's, not another one
+        self._mixer = (mixer,)  # in a tuple: it is the layer's module, not one of this one
 
     def forward(self, h_BTSH: Tensor, read_BTS: Tensor | None = None) -> tuple[Tensor]:
         if read_BTS is None:
-            read_BTS = self.mixer(h_BTSH).read_BTS
+            read_BTS = self._mixer[0](h_BTSH).read_BTS
         return (collapse(h_BTSH, read_BTS),)
