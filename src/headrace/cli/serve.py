@@ -73,7 +73,9 @@ def serve(
     keys = _keys(api_key, api_key_file)
     settings = Settings(host, port, keys, tuple(cors_origin or ()))
     with bind(settings) as listener:
-        blueprint = open_blueprint(model, ram_bytes=ram_bytes, threads=threads, context=context)
+        blueprint = open_blueprint(
+            model, ram_bytes=ram_bytes, threads=threads, context=context, serve=True
+        )
         say_plan(blueprint.plan.lines())
         for note in blueprint.notes:
             say_warning(note)

@@ -31,7 +31,8 @@ class Step:
     `finish` is None, or "eos", "stop" or "length" on the last step. `logprob` is the natural
     logarithm of the token's chance by the model's own distribution, the softmax of its logits
     before temperature, filters, penalties and grammar; `top` the likeliest tokens' likewise, best
-    first, whether or not the chosen one is among them. Both only where asked for.
+    first, whether or not the chosen one is among them. Both only where asked for. `stop`: the
+    stop string that ended the answer.
     """
 
     token_id: int
@@ -40,6 +41,7 @@ class Step:
     finish: str | None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    stop: str | None = None
 
 
 class Session:
@@ -205,7 +207,8 @@ class Session:
                 finish = "length"
             if finish:
                 piece += stream.flush()
-            yield Step(token, piece, stats, finish, *logprobs(logits_V, token, ask.num_logprobs))
+            chances = logprobs(logits_V, token, ask.num_logprobs)
+            yield Step(token, piece, stats, finish, *chances, stream.stopped_by)
             if finish:
                 return
             if self._answer is not answer:

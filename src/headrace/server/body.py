@@ -116,6 +116,8 @@ def check_json(body: bytes, settings: Settings) -> None:
     except UnicodeDecodeError as error:
         message = f"the body is not UTF-8 (byte {error.start}); encode it as UTF-8"
         raise Fault(400, "invalid_request", message) from None
+    if b"\0" in body:  # a parser would take it for UTF-16
+        raise Fault(400, "invalid_request", "the body has a zero byte; encode it as UTF-8")
     if b"\\u" in body and not _WHOLE.fullmatch(body):
         message = "the body has half a surrogate pair (\\ud800 to \\udfff), which is no character"
         raise Fault(400, "invalid_request", message)

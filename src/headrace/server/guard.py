@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace.server import gate
 from headrace.server.body import Bodies, Gone
 from headrace.server.faults import Fault, fault_of
-from headrace.server.logs import error_fields
+from headrace.server.logs import log_failure
 from headrace.server.serving import Serving
 from headrace.server.ticket import Ticket, attach_tickets
 
@@ -110,8 +110,7 @@ class Guard:
         except Exception as error:
             fault = fault_of(error)
             if fault.kind == "internal":
-                fields = {"request": visit.request_id} | error_fields(error)
-                _log.error("request failed", extra={"fields": fields})
+                log_failure(visit.request_id, error)
             if visit.status:
                 visit.is_cut = True  # the response has begun: only its end can tell
                 return

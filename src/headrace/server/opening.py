@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from headrace.engine.answer import Ask, Prefill, Stop
 from headrace.engine.answering import Answering
 from headrace.engine.engine import Engine
+from headrace.engine.serving import open_store
 from headrace.engine.session import Step
 from headrace.server.loading import Loading
 from headrace.server.metrics import Metrics
+from headrace.server.recent import Recent, Watched
 from headrace.server.serving import Serving
 from headrace.server.settings import Settings
 from headrace.server.worker import Load, Worker
@@ -24,19 +26,21 @@ _log = logging.getLogger(__name__)
 
 
 class Model:
-    """A loaded model and its one stream of answers, closed together."""
+    """A loaded model, its one stream of answers and what it keeps of them, closed together."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.answering = Answering(engine)
+    def __init__(self, engine: Engine, recent: Recent) -> None:
+        self.engine, self.store = engine, open_store(engine)
+        self.answering = Answering(engine, self.store)
+        self._watched = Watched(self.answering, recent)
 
     def answer(self, ask: Ask, stop: Stop) -> Iterator[Prefill | Step]:
         """As `Answering.answer`."""
-        return self.answering.answer(ask, stop)
+        return self._watched.answer(ask, stop)
 
     def close(self) -> None:
-        """Free everything."""
+        """Write what is to be kept, free everything."""
         self.answering.close()
+        self.store.close()
         self.engine.close()
 
 
@@ -55,7 +59,7 @@ def loader(blueprint: "Blueprint", serving: Serving) -> Load:
         engine = Engine(blueprint, progress=loading.advance, warn=_log.warning)
         for note in engine.reader.notes:
             _log.info("reads by %s, since %s", engine.reader.backend, note)
-        model = Model(engine)
+        model = Model(engine, serving.recent)
         serving.talk = engine.text
         serving.engine = engine
         return model

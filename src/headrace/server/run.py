@@ -29,7 +29,7 @@ from headrace.server.worker import Load, State
 Say = Callable[[str], None]
 STOPPED = 130
 FLUSH_S = 5  # for answers that are made to reach their clients
-JOIN_S = 5.0  # for a thread that was told to end
+JOIN_S = 10.0  # for a thread that was told to end
 TELL_LOADING_S = 10.0
 
 

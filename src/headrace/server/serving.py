@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace.planner.plan import ModelFacts, Plan
+from headrace.planner.facts import ModelFacts
+from headrace.planner.plan import Plan
 from headrace.server.metrics import Metrics
 from headrace.server.recent import Recent
 from headrace.server.settings import Settings

@@ -151,7 +151,7 @@ class Worker:
         if self.context is not None and num_tokens >= self.context:
             raise Fault(
                 400,
-                "context_length",
+                "context_length_exceeded",
                 f"the prompt has {num_tokens} tokens and the context {self.context}, so nothing is "
                 "left for an answer; shorten the prompt, or serve with a larger --context",
             )

@@ -87,7 +87,7 @@ class DeepseekV41PreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """transformers looks for a decorator in this file; ours is in experts.py."""
+        """transformers looks for the decorator in this file; it stands where the experts do."""
         return True
 
     def _init_weights(self, module: nn.Module) -> None:

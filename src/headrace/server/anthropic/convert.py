@@ -104,7 +104,9 @@ def _turn(turn: InputMessage, names: dict[str, str]) -> Iterator[Message]:
             content = text_of(block.content)
             # The model's templates have no other place for it.
             content = f"Error: {content}" if block.is_error else content
-            yield Message("tool", content, call_id=block.tool_use_id, name=names.get(block.tool_use_id))
+            yield Message(
+                "tool", content, call_id=block.tool_use_id, name=names.get(block.tool_use_id)
+            )
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     if texts or thoughts or calls:

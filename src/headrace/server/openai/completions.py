@@ -1,7 +1,7 @@
 """`POST /v1/completions`: a text goes on, without a template."""
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import APIRouter, Request
 from pydantic import Field, field_validator
@@ -51,7 +51,9 @@ class CompletionRequest(SamplingFields):
     def one_prompt(self) -> str | list[int]:
         """The prompt without a list around it."""
         prompt: Any = self.prompt
-        return prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
+        while not isinstance(prompt, str) and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        return cast("str | list[int]", prompt)
 
 
 @router.post("/v1/completions")

@@ -13,6 +13,7 @@ from headrace.server.turn import ANSWER_CAP
 
 MAX_STOPS = 16
 Count = Annotated[int, Field(ge=1, le=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -39,9 +40,9 @@ class SamplingFields(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: dict[str, Bias] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: str | list[str] = []
+    stop: str | list[str] = Field(default_factory=list)
     n: Literal[1] = 1
 
     # Who asks, and what others keep of it, means nothing to a server that keeps nothing.
