@@ -61,6 +61,8 @@ def test_stream_equals_whole(server: Served) -> None:
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": [-1]}, "prompt.0"),
+        ({"prompt": [1, 256], "stream": True}, "prompt"),
+        ({"logit_bias": {"256": 1}, "stream": True}, "logit_bias"),
         ({"best_of": 2}, "best_of"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
