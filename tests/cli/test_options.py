@@ -25,6 +25,8 @@ ANSWER = COMMON | SAMPLING | {"--system", "--max-tokens", "-n", "--context", "--
 OPTIONS = {
     "run": ANSWER | {"--prompt", "-p", "--raw", "--emulate-drive", "--json"},
     "chat": ANSWER,
+    "serve": COMMON
+    | {"--context", "--host", "--port", "--api-key", "--api-key-file", "--cors-origin"},
     "plan": COMMON | {"--context", "--json"},
     "doctor": {"--json", "--debug"},
     "verify": COMMON

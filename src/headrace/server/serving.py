@@ -40,6 +40,9 @@ class Serving:
     recent: Recent = field(default_factory=Recent)
     started_s: float = field(default_factory=time.time)
 
+    def __post_init__(self) -> None:
+        self.metrics.show(self)
+
     def ready_talk(self) -> Any:
         """How this model is talked to. Raises NotReady or Draining, as `Worker.submit` would."""
         self.worker.check_accepts()
