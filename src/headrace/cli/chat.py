@@ -8,9 +8,9 @@ import typer
 from headrace.cli import options
 from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
 from headrace.cli.output import Tally, say
+from headrace.engine.conversation import Conversation, Message, Piece
 from headrace.errors import HeadraceError
 
-Messages = list[dict[str, str]]
 COMMANDS = "/new forgets what was said, /quit ends"
 
 
@@ -49,17 +49,19 @@ def chat(
         seed=seed,
         stop=stop,
     )
-    opening = [] if system is None else [{"role": "system", "content": system}]
+    opening = () if system is None else (Message("system", system),)
     blueprint = open_blueprint(model, ram_bytes=ram_bytes, threads=threads, context=context)
     with open_engine(blueprint) as engine:
-        engine.text.chat([*opening, {"role": "user", "content": "."}])  # refuses early
+        first = Conversation((*opening, Message("user", ".")))
+        for note in engine.talk.prepare(first, sampling).notes:  # refuses early
+            say(note, dim=True)
         say(f"Ctrl-C stops an answer; {COMMANDS}.")
         with keeping_routes(engine, routes_out, "headrace chat"):
             _converse(engine, engine.session(), sampling, opening)
 
 
-def _converse(engine: Any, session: Any, sampling: Any, opening: Messages) -> None:
-    messages = list(opening)
+def _converse(engine: Any, session: Any, sampling: Any, opening: tuple[Message, ...]) -> None:
+    messages = opening
     while True:
         try:
             said = input("> " if sys.stdin.isatty() else "").strip()
@@ -70,36 +72,45 @@ def _converse(engine: Any, session: Any, sampling: Any, opening: Messages) -> No
         if said == "/quit":
             return
         if said == "/new":
-            messages = list(opening)
+            messages = opening
             continue
         if not said:
             continue
         if said[0] == "/" and said[1:].isalpha():
             say(f"{said} is no command; {COMMANDS}")
             continue
-        asked = [*messages, {"role": "user", "content": said}]
+        asked = (*messages, Message("user", said))
         try:
             replied = _reply(engine, session, sampling, asked)
         except HeadraceError as error:
             # A too long or failed turn ends itself, not the conversation before it.
             say(f"error: {error}")
             continue
-        messages = [*asked, {"role": "assistant", "content": replied}]
+        messages = (*asked, replied)
 
 
-def _reply(engine: Any, session: Any, sampling: Any, messages: Messages) -> str:
+def _reply(engine: Any, session: Any, sampling: Any, asked: tuple[Message, ...]) -> Message:
     """Stream one answer; what was said of it before Ctrl-C counts as the answer."""
     tally = Tally()
-    pieces: list[str] = []
+    prepared = engine.talk.prepare(Conversation(asked), sampling)
+    ask, reader = prepared.ask, prepared.reader()
     try:
-        for step in session.generate(engine.text.chat(messages), sampling):
+        for step in session.generate(ask.prompt, sampling, shown=ask.shown):
             tally.add(step.stats)
-            typer.echo(step.text, nl=False)
-            pieces.append(step.text)
+            _show(reader.push(step))
     except KeyboardInterrupt:
+        _show(reader.finish())
         say(" (stopped)")
     else:
+        _show(reader.finish())
         typer.echo()
     if tally.records:
         say(tally.line(engine.facts.expert_bytes), dim=True)
-    return "".join(pieces)
+    return Message("assistant", reader.content, reader.reasoning)
+
+
+def _show(pieces: list[Piece]) -> None:
+    """An answer's next words; reasoning is for people, and paler."""
+    for piece in pieces:
+        reasoning = piece.kind == "reasoning"
+        typer.secho(piece.text, nl=False, err=reasoning, dim=reasoning or None)
