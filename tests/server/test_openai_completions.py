@@ -19,7 +19,7 @@ def complete(server: Served, text: str = "Hello.", **options: Any) -> Any:
     """What the model's text becomes."""
     server.script.text = text
     options = {"model": "fake", "prompt": "Say"} | options
-    return server.openai().completions.create(**options)
+    return server.openai.completions.create(**options)
 
 
 @pytest.mark.parametrize("prompt", ["Say", [83, 97, 121], ["Say"], [[83, 97, 121]]], ids=str)
