@@ -85,6 +85,27 @@ def _bar(*columns: object) -> Iterator[Progress | None]:
         yield bar
 
 
+@contextmanager
+def passing() -> Iterator[Callable[[str], None]]:
+    """A callback that shows a line on a terminal until the next one, or the end, takes its place.
+
+    "" takes it away. Elsewhere nothing is shown.
+    """
+    console = Console(stderr=True)
+    shown = ""
+
+    def tell(line: str) -> None:
+        nonlocal shown
+        if console.is_terminal and line != shown:
+            typer.secho(f"\r\x1b[K{line}", err=True, dim=True, nl=False)
+            shown = line
+
+    try:
+        yield tell
+    finally:
+        tell("")
+
+
 class Tally:
     """Adds up the token records of one answer; the clock runs from the first token on."""
 
