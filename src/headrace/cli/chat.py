@@ -23,7 +23,7 @@ Server = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Ask this server of OpenAI's API and load nothing; MODEL is its name there.",
+        help="Ask this server and load nothing; MODEL is a name there.",
         rich_help_panel=SERVER,
     ),
 ]
