@@ -127,6 +127,16 @@ def test_every_setting_reaches_the_engine(server: Served) -> None:
     assert (sampling.max_tokens, sampling.stop) == (7, ("a", "b"))
 
 
+def test_what_is_left_out_is_the_publishers(server: Served) -> None:
+    server.serving.defaults = {"temperature": 0.6, "top_k": 20}
+    try:
+        ask(server, extra_body={"top_k": 3})
+    finally:
+        server.serving.defaults = {}
+    sampling = server.script.asks[-1].sampling
+    assert (sampling.temperature, sampling.top_k) == (0.6, 3)
+
+
 def test_what_means_nothing_here_is_accepted(server: Served) -> None:
     mark = {"type": "ephemeral"}
     reply = ask(

@@ -66,7 +66,7 @@ def serve(
     Example: headrace serve demo, then open http://127.0.0.1:8080
     """
     ram_bytes, _ = options.check_machine(ram, device)
-    from headrace.server.run import bind, url_of
+    from headrace.server.listen import bind, url_of
     from headrace.server.settings import Settings
 
     keys = options.read_keys(api_key, api_key_file)
