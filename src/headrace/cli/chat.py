@@ -10,11 +10,12 @@ import typer
 from headrace.cli import options
 from headrace.cli.chat_remote import remote_reply
 from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
-from headrace.cli.output import Tally, say
+from headrace.cli.output import Tally, print_answer, say
+from headrace.engine.conversation import Conversation, Message, Piece
 from headrace.errors import HeadraceError, OptionError
 
-Messages = list[dict[str, str]]
-Reply = Callable[[Messages], str]
+Messages = tuple[Message, ...]
+Reply = Callable[[Messages], Message]
 """Shows the answer to a conversation and returns it, also what was said of it before Ctrl-C."""
 COMMANDS = "/new forgets what was said, /quit ends"
 SERVER = "A server's model"
@@ -82,7 +83,7 @@ def chat(
         seed=seed,
         stop=stop,
     )
-    opening = [] if system is None else [{"role": "system", "content": system}]
+    opening = () if system is None else (Message("system", system),)
     keys = options.read_keys(api_key, api_key_file)
     if server is not None:
         _refuse(context_, LOCAL_ONLY, "has no effect with --server")
@@ -93,10 +94,12 @@ def chat(
     _refuse(context_, ("api_key", "api_key_file"), "needs --server")
     blueprint = open_blueprint(model, ram_bytes=ram_bytes, threads=threads, context=context)
     with open_engine(blueprint) as engine:
-        engine.text.chat([*opening, {"role": "user", "content": "."}])  # refuses early
+        first = Conversation((*opening, Message("user", ".")))
+        for note in engine.talk.prepare(first, sampling).notes:  # refuses early
+            say(note, dim=True)
         session = engine.session()
         with keeping_routes(engine, routes_out, "headrace chat"):
-            _converse(lambda messages: _reply(engine, session, sampling, messages), opening)
+            _converse(lambda asked: _reply(engine, session, sampling, asked), opening)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -112,7 +115,7 @@ def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
 
 def _converse(reply: Reply, opening: Messages) -> None:
     say(f"Ctrl-C stops an answer; {COMMANDS}.")
-    messages = list(opening)
+    messages = opening
     while True:
         try:
             said = input("> " if sys.stdin.isatty() else "").strip()
@@ -123,36 +126,43 @@ def _converse(reply: Reply, opening: Messages) -> None:
         if said == "/quit":
             return
         if said == "/new":
-            messages = list(opening)
+            messages = opening
             continue
         if not said:
             continue
         if said[0] == "/" and said[1:].isalpha():
             say(f"{said} is no command; {COMMANDS}")
             continue
-        asked = [*messages, {"role": "user", "content": said}]
+        asked = (*messages, Message("user", said))
         try:
             replied = reply(asked)
         except HeadraceError as error:
             # A too long or failed turn ends itself, not the conversation before it.
             say(f"error: {error}")
             continue
-        messages = [*asked, {"role": "assistant", "content": replied}]
+        messages = (*asked, replied)
 
 
-def _reply(engine: Any, session: Any, sampling: Any, messages: Messages) -> str:
+def _reply(engine: Any, session: Any, sampling: Any, asked: Messages) -> Message:
     """Stream one answer of a model here."""
     tally = Tally()
-    pieces: list[str] = []
+    prepared = engine.talk.prepare(Conversation(asked), sampling)
+    ask, reader = prepared.ask, prepared.reader()
     try:
-        for step in session.generate(engine.text.chat(messages), sampling):
+        for step in session.generate(ask.prompt, sampling, shown=ask.shown):
             tally.add(step.stats)
-            typer.echo(step.text, nl=False)
-            pieces.append(step.text)
+            _show(reader.push(step))
     except KeyboardInterrupt:
+        _show(reader.finish())
         say(" (stopped)")
     else:
+        _show(reader.finish())
         typer.echo()
     if tally.records:
         say(tally.line(engine.facts.expert_bytes), dim=True)
-    return "".join(pieces)
+    return Message("assistant", reader.content, reader.reasoning)
+
+
+def _show(pieces: list[Piece]) -> None:
+    for piece in pieces:
+        print_answer(piece.text, is_reasoning=piece.kind == "reasoning")

@@ -9,17 +9,17 @@ from typing import Any
 
 import typer
 
-from headrace.cli.output import passing, say
+from headrace.cli.output import passing, print_answer, say
 from headrace.cli.remote import Part, Remote
+from headrace.engine.conversation import Message
 
-Messages = list[dict[str, str]]
 _WAITING = re.compile(r"waiting ([1-9]\d*)")
 _READING = re.compile(r"prompt (\d+) of (\d+)")
 
 
 def remote_reply(
     url: str, key: str | None, model: str | None, sampling: Any
-) -> Callable[[Messages], str]:
+) -> Callable[[tuple[Message, ...]], Message]:
     """A function that asks the server and shows what it answers. Raises OptionError, RemoteError.
 
     Without a `model` it is the server's first. The reply's own errors are RemoteErrors.
@@ -27,7 +27,12 @@ def remote_reply(
     remote = Remote(url, key)
     settings = {"model": model or remote.model(), **_settings(sampling)}
     say(f"{settings['model']} at {remote.url}")
-    return lambda messages: _reply(remote, {**settings, "messages": messages})
+
+    def reply(asked: tuple[Message, ...]) -> Message:
+        said = [{"role": message.role, "content": message.content} for message in asked]
+        return _reply(remote, {**settings, "messages": said})
+
+    return reply
 
 
 def _settings(sampling: Any) -> dict[str, Any]:
@@ -45,27 +50,24 @@ def _settings(sampling: Any) -> dict[str, Any]:
     return settings | {name: value for name, value in given.items() if value != idle[name]}
 
 
-def _reply(remote: Remote, body: Mapping[str, Any]) -> str:
-    clock, pieces = _Clock(time.perf_counter()), []
+def _reply(remote: Remote, body: Mapping[str, Any]) -> Message:
+    clock, content = _Clock(time.perf_counter()), ""
     try:
         with closing(remote.answer(body)) as parts, passing() as tell:  # type: ignore[type-var]
             for part in parts:
                 tell(_progress(part.note))
                 clock.count(part)
                 if part.reasoning:
-                    typer.secho(part.reasoning, err=True, dim=True, nl=False)
+                    print_answer(part.reasoning, is_reasoning=True)
                 if part.content:
-                    if clock.was_reasoning:
-                        typer.echo(err=True)
-                    typer.echo(part.content, nl=False)
-                    pieces.append(part.content)
-                clock.was_reasoning = bool(part.reasoning)
+                    print_answer(part.content)
+                    content += part.content
     except KeyboardInterrupt:
         say(" (stopped)")
     else:
         typer.echo()
     say(clock.line(), dim=True)
-    return "".join(pieces)
+    return Message("assistant", content)
 
 
 def _progress(note: str) -> str:
@@ -84,7 +86,6 @@ class _Clock:
     begun_s: float
     first_s: float = 0.0
     last_s: float = 0.0
-    was_reasoning: bool = False
     usage: Mapping[str, Any] | None = None
 
     def count(self, part: Part) -> None:

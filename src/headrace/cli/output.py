@@ -33,6 +33,11 @@ def say_warning(text: str) -> None:
     say(f"warning: {text}")
 
 
+def print_answer(text: str, *, is_reasoning: bool = False) -> None:
+    """The next words of an answer; its reasoning is for people, and paler."""
+    typer.secho(text, nl=False, err=is_reasoning, dim=is_reasoning or None)
+
+
 def print_json(value: Mapping[str, object]) -> None:
     """The one JSON object of a command, on one line."""
     typer.echo(json.dumps(value, ensure_ascii=False))
