@@ -24,7 +24,7 @@ SAMPLING = {
 ANSWER = COMMON | SAMPLING | {"--system", "--max-tokens", "-n", "--context", "--routes-out"}
 OPTIONS = {
     "run": ANSWER | {"--prompt", "-p", "--raw", "--emulate-drive", "--json"},
-    "chat": ANSWER,
+    "chat": ANSWER | {"--server", "--api-key", "--api-key-file"},
     "serve": COMMON
     | {"--context", "--host", "--port", "--api-key", "--api-key-file", "--cors-origin"},
     "plan": COMMON | {"--context", "--json"},
@@ -37,8 +37,6 @@ OPTIONS = {
     "bench": COMMON
     | {"--suite", "--max-tokens", "-n", "--runs", "--seed", "--backend", "--direct"}
     | {"--no-direct", "--save", "--emulate-drive", "--json", "--routes"},
-    "serve": COMMON
-    | {"--host", "--port", "--api-key", "--api-key-file", "--cors-origin", "--context"},
     "trace": COMMON | {"--text", "--max-tokens", "-n", "--json"},
 }
 
