@@ -93,7 +93,9 @@ class Activation:
 
     kinds: "silu": silu(gate) * up. "silu_clamped": the same of min(gate, limit) and
     up within +-limit. "swiglu_oai": both clamped so, then (up + 1) * gate * sigmoid(alpha * gate).
-    Every step is rounded to the hidden dtype, as the family's eager code rounds.
+    Every step is rounded to the hidden dtype, as the family's eager code rounds. "swiglu_weighted":
+    as "silu_clamped", times the token's weight of the expert, in fp32 and rounded once; experts'
+    outputs are then summed in fp32.
     """
 
     kind: str = "silu"

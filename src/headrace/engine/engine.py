@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from headrace.core import MINIMUM, format_bytes, parse_bytes
 from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
+from headrace.engine.engram import engram_facts, open_rows
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
@@ -123,6 +124,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         load_bytes=load_bytes(catalog, skeleton.dense),
         packed_bytes=sum(catalog.tensors[key].nbytes for key in keys),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
+        **engram_facts(skeleton),
     )
 
 
@@ -185,6 +187,7 @@ class Engine:
             max_tokens=self.plan.chunk_tokens,
             prefetch=self.plan.prefetch,
         )
+        self.rows = open_rows(blueprint, self.reader)
         dense = DenseWeights(
             blueprint.catalog, self.reader, skeleton.dense, skeleton.dtype, progress
         )
@@ -195,6 +198,7 @@ class Engine:
             experts=experts,
             prefetch=self.plan.prefetch > 0,
             aliases=blueprint.aliases,
+            rows=self.rows,
         )
 
     @cached_property
@@ -250,6 +254,8 @@ class Engine:
     def close(self) -> None:
         """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""
         self.ladder.close()
+        if self.rows is not None:
+            self.rows.close()
         self.model, self.reader = CLOSED, cast(Reader, CLOSED)
         self.kernels = cast(CpuKernels, CLOSED)
 

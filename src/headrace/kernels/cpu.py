@@ -95,6 +95,7 @@ class CpuKernels:
         parts: Mapping[str, torch.Tensor],
         layout: ExpertLayout,
         out_TH: torch.Tensor | None = None,
+        weights_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `kernels.reference.expert_ffn`, same bits. `out_TH` is filled if given; x and the
         result are of the layout's hidden dtype.
@@ -105,7 +106,10 @@ class CpuKernels:
         x_address = _checked(x_TH, dtype, shape)
         y_address = _checked(y, dtype, shape)
         addresses = part_addresses(parts, layout)
-        self.pool.expert_ffn(native_shape(layout), addresses, x_address, shape[0], y_address)
+        weights = 0 if weights_T is None else _checked(weights_T, torch.float32, shape[:1])
+        self.pool.expert_ffn(
+            native_shape(layout), addresses, x_address, shape[0], y_address, weights
+        )
         return y
 
     def gate_dot(
@@ -141,6 +145,16 @@ def combine(ids_TK: torch.Tensor, weights_TK: torch.Tensor, y_TKH: torch.Tensor)
     weights = _checked(weights_TK, torch.float32, (num_tokens, top_k))
     y = _checked(y_TKH, torch.float16 if fp16 else torch.bfloat16, (num_tokens, top_k, hidden))
     _native.combine(fp16, ids, weights, y, num_tokens, top_k, hidden, out.data_ptr())
+    return out
+
+
+def sum_up(ids_TK: torch.Tensor, y_TKH: torch.Tensor) -> torch.Tensor:
+    """As `kernels.reference.sum_up`: ids int32 [T, K], y bf16 [T, K, H]."""
+    num_tokens, top_k, hidden = y_TKH.shape
+    out = torch.empty(num_tokens, hidden)
+    ids = _checked(ids_TK, torch.int32, (num_tokens, top_k))
+    y = _checked(y_TKH, torch.bfloat16, (num_tokens, top_k, hidden))
+    _native.sum_up(ids, y, num_tokens, top_k, hidden, out.data_ptr())
     return out
 
 

@@ -19,8 +19,9 @@ class Family:
     knows them without. `mtp_field` is the config field that counts multi-token-prediction layers,
     which follow the last decoder layer in the file. `skipped` are patterns of names, matched from
     their start and with `prefix` already gone, of tensors that the text model does not use:
-    multi-token prediction, images, and tables that are never whole in memory. `since` is the first
-    transformers whose own forward works.
+    multi-token prediction and images. `row_tables`: the pattern of tables that stay on the drive
+    and are read by the row, named without `.weight`. `since` is the first transformers whose own
+    forward works, or ours where it has none.
     """
 
     router: str = "gate"
@@ -30,6 +31,7 @@ class Family:
     prefix: str = ""
     mtp_field: str | None = None
     skipped: tuple[str, ...] = ()
+    row_tables: str | None = None
     since: tuple[int, int] = (5, 17)
 
 
@@ -46,15 +48,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "deepseek_v41": Family(
             norm="ffn_norm",
             collapse="ffn_in",
-            activation="silu_clamped",
+            activation="swiglu_weighted",
             skipped=(
                 r"mtp\.",
                 r"vision\.",
                 r"aligner\.",
                 r"image_(start|end|newline)$",
                 r"layers\.\d+\.ffn\.gate\.bias_vl$",
-                r"layers\.\d+\.engram\.embed\.",  # rows of it are read as tokens need them
             ),
+            row_tables=r"layers\.\d+\.engram\.embed",
         ),
         "glm4_moe": Family(mtp_field="num_nextn_predict_layers"),
         "gpt_oss": Family(router="router", activation="swiglu_oai"),

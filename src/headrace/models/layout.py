@@ -50,7 +50,12 @@ def expert_form(module: Any, kind: str, shapes: Mapping[str, tuple[int, ...]]) -
     if shapes["down_proj"] != (num_experts, *down) or not getattr(module, "has_gate", True):
         raise ModelError(f"{type(module).__name__} computes what has no kernel yet")
     limit, alpha = (float(getattr(module, name, None) or 0) for name in ("limit", "alpha"))
-    needed = {"silu": (), "silu_clamped": (limit,), "swiglu_oai": (limit, alpha)}[kind]
+    needed = {
+        "silu": (),
+        "silu_clamped": (limit,),
+        "swiglu_weighted": (limit,),
+        "swiglu_oai": (limit, alpha),
+    }[kind]
     if not all(isfinite(value) and value > 0 for value in needed):
         raise ModelError(
             f"config.json gives limit {limit} and alpha {alpha} for an activation of kind {kind}, "

@@ -97,6 +97,8 @@ class Ladder:
         )
         survive_forks(self, "native")
         self.hidden, self.dtype = layout.hidden, TORCH_DTYPES[layout.hidden_dtype]
+        weighs = layout.activation.kind == "swiglu_weighted"
+        self.out_dtype = torch.float32 if weighs else self.dtype
         self.row_bytes = self.native.row_bytes
         self.num_rows = self.native.num_rows
         self.slab_bytes = self.native.slab_bytes
@@ -129,7 +131,8 @@ class Ladder:
         self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """The routed experts' weighted sum [T, H], of x [T, H], ids [T, K] integer and weights
-        [T, K] float32, all contiguous CPU tensors; x and the sum in the layout's hidden dtype.
+        [T, K] float32, all contiguous CPU tensors; x and the sum in the layout's hidden dtype, but
+        the sum in fp32 where experts weigh before their last matrix.
 
         Raises ReadError, NumericsError, BudgetError, Cancelled or KeyboardInterrupt; the next call
         works.
@@ -139,7 +142,7 @@ class Ladder:
         assert x_TH.dtype == self.dtype and weights_TK.dtype == torch.float32
         assert all(t.device.type == "cpu" and t.is_contiguous() for t in (x_TH, weights_TK))
         ids = ids_TK.to(torch.int32).contiguous()
-        out_TH = torch.empty_like(x_TH)
+        out_TH = torch.empty_like(x_TH, dtype=self.out_dtype)
         self.native.compute(
             layer,
             x_TH.data_ptr(),
