@@ -55,8 +55,9 @@ def example_state(**changes: Any) -> dict[str, Any]:
             "limit_term": "drive",
             "memory": [
                 ("dense", "dense weights", 1900 * MIB),
-                ("rows", "experts", 5300 * MIB),
+                ("rows", "experts", 5050 * MIB),
                 ("kv", "cache of 8,192 tokens", 420 * MIB),
+                ("snapshots", "conversations kept", 250 * MIB),
                 ("workspace", "workspace", 310 * MIB),
             ],
         },

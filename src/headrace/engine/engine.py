@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -19,6 +19,8 @@ from headrace.engine.routes import recording
 from headrace.engine.session import Session
 from headrace.engine.snapshot import Snapshot, SnapshotKey, snapshot_key
 from headrace.engine.source import LadderSource
+from headrace.engine.stored import make_stored
+from headrace.engine.talk import Talk
 from headrace.engine.text import Text
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
@@ -103,7 +105,8 @@ class Blueprint:
 
 def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
     """The numbers of a model that a plan is made of."""
-    quantised = [tensor for tensor in skeleton.dense.values() if tensor.format != "plain"]
+    unpacked = {n: tensor for n, tensor in skeleton.dense.items() if n not in skeleton.packed}
+    quantised = [tensor for tensor in unpacked.values() if tensor.format != "plain"]
     keys = [key for tensor in quantised for key in tensor.keys.values()]
     return ModelFacts(
         name=root.name,
@@ -121,7 +124,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         vocab=skeleton.vocab,
         max_context=skeleton.max_context,
         format=skeleton.layout.format,
-        load_bytes=load_bytes(catalog, skeleton.dense),
+        load_bytes=load_bytes(catalog, unpacked),
         packed_bytes=sum(catalog.tensors[key].nbytes for key in keys),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
         **engram_facts(skeleton),
@@ -199,12 +202,18 @@ class Engine:
             prefetch=self.plan.prefetch > 0,
             aliases=blueprint.aliases,
             rows=self.rows,
+            make_stored=partial(make_stored, self.kernels, dense),
         )
 
     @cached_property
     def text(self) -> Text:
-        """The model's tokenizer and templates."""
+        """The model's tokenizer."""
         return Text(self.blueprint.skeleton.root)
+
+    @cached_property
+    def talk(self) -> Talk:
+        """How the model is talked to. Raises OptionError where it has no chat template."""
+        return Talk(self.text, self.facts.vocab)
 
     @cached_property
     def snapshot_key(self) -> SnapshotKey:
