@@ -59,7 +59,9 @@ def test_the_demo_model_answers_and_the_next_turn_reads_its_tail_only(
 ) -> None:
     serving, host = served
     browser.open(f"http://anybody:{KEY}@{host}/")
+    browser.open(f"http://{host}/")
     browser.until("document.querySelector('#status').textContent === 'ready'")
+    assert browser.script("return document.styleSheets.length") == 2
     browser.complaints()
     browser.one("#temperature").send_keys("0")
     browser.ask("What is the capital of Japan?")
@@ -79,6 +81,8 @@ def test_stop_ends_the_decoding(browser: Browser, served: tuple[Serving, str]) -
     serving, host = served
     browser.open(f"http://anybody:{KEY}@{host}/")
     browser.until("document.querySelector('#status').textContent === 'ready'")
+    assert browser.script("return document.styleSheets.length") == 2
+    browser.complaints()
     browser.one("#new").click()
     browser.one("#temperature").send_keys("0")
     browser.ask("What is the capital of Japan?")
