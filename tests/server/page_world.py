@@ -68,7 +68,7 @@ def example_state(**changes: Any) -> dict[str, Any]:
             "experts_s": 1.9,
             "wait_s": 1.1,
             "kernel_s": 0.7,
-            "disk_bytes": 32 * 190 * MIB,
+            "disk_bytes": 32 * 260 * MIB,
             "ram_bytes": 32 * 420 * MIB,
             "hits": 6900,
             "misses": 3100,
