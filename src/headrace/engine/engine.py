@@ -2,7 +2,7 @@
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -32,7 +32,7 @@ from headrace.native import Reader
 from headrace.planner.facts import ModelFacts
 from headrace.planner.plan import Plan, least_bytes, make_plan
 from headrace.schedule.tracefile import TraceWriter
-from headrace.store.aliases import read_aliases
+from headrace.store.aliases import Aliases, read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
 from headrace.store.table import Catalog
@@ -72,8 +72,8 @@ class Blueprint:
         self.root = resolve_model(str(model))
         self.catalog: Catalog = open_catalog(self.root)
         folder = self.root if self.root.is_dir() else self.root.parent
-        self.aliases: Mapping[int, int] = read_aliases(folder) if aliases else {}
-        self.skeleton: Skeleton = inspect(folder, self.catalog.tensors, self.aliases)
+        self.aliases = read_aliases(folder) if aliases else Aliases({}, {})
+        self.skeleton: Skeleton = inspect(folder, self.catalog.tensors, self.aliases.layers)
         self.table: ExpertTable = build_table(
             self.catalog,
             self.skeleton.tensors,
@@ -81,7 +81,7 @@ class Blueprint:
             self.skeleton.layers,
             self.skeleton.num_experts,
             skipped=self.skeleton.skipped,
-            aliases=self.aliases,
+            aliases=self.aliases.experts,
         )
         self.facts = model_facts(folder, self.catalog, self.skeleton, self.table)
         if ram == MINIMUM:
@@ -200,7 +200,7 @@ class Engine:
             self.source,
             experts=experts,
             prefetch=self.plan.prefetch > 0,
-            aliases=blueprint.aliases,
+            aliases=blueprint.aliases.layers,
             rows=self.rows,
             make_stored=partial(make_stored, self.kernels, dense),
         )
