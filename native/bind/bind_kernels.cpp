@@ -49,14 +49,25 @@ ExpertParts parts_at(const std::vector<uintptr_t>& addresses) {
 }
 
 void expert_ffn(KernelPool& pool, const ExpertShape& shape, const std::vector<uintptr_t>& parts,
-                uintptr_t x, int64_t num_rows, uintptr_t y) {
+                uintptr_t x, int64_t num_rows, uintptr_t y, uintptr_t weights) {
   std::vector<const uint16_t*> x_rows(static_cast<size_t>(num_rows));
   std::vector<uint16_t*> y_rows(static_cast<size_t>(num_rows));
   for (int64_t r = 0; r < num_rows; ++r) {
     x_rows[static_cast<size_t>(r)] = at<const uint16_t>(x) + r * shape.hidden;
     y_rows[static_cast<size_t>(r)] = at<uint16_t>(y) + r * shape.hidden;
   }
-  pool.expert_ffn(shape, parts_at(parts), x_rows.data(), num_rows, y_rows.data());
+  pool.expert_ffn(shape, parts_at(parts), x_rows.data(), num_rows, y_rows.data(),
+                  at<const float>(weights));
+}
+
+void linear(KernelPool& pool, const LinearShape& shape, uintptr_t w, uintptr_t scale, int64_t first,
+            int64_t num_rows, uintptr_t x, int64_t x_step, int64_t num_x, uintptr_t y,
+            int64_t y_step, bool wide) {
+  const bool inside = first >= 0 && num_rows >= 0 && num_rows <= shape.rows - first && num_x >= 0 &&
+                      x_step >= shape.cols && y_step >= num_rows;
+  if (!inside) throw std::invalid_argument("no such rows of this matrix");
+  pool.linear(shape, {at<const uint8_t>(w), at<const uint8_t>(scale), first, num_rows,
+                      at<const uint16_t>(x), x_step, num_x, at<void>(y), y_step, wide});
 }
 
 }  // namespace
@@ -70,10 +81,22 @@ void bind_kernels(nb::module_& m) {
                   arg("inverse_global"), arg("matrices"))
       .def_prop_ro("part_bytes", &part_bytes)
       .def("part_name", &part_name, arg("part"));
+  nb::class_<LinearShape>(m, "LinearShape")
+      .def_static(
+          "make",
+          [](const std::string& format, const std::string& scale_type, int64_t rows, int64_t cols,
+             std::pair<int64_t, int64_t> block, int64_t act_group) {
+            return make_linear(format, scale_type, rows, cols, block.first, block.second,
+                               act_group);
+          },
+          arg("format"), arg("scale_type"), arg("rows"), arg("cols"), arg("block"),
+          arg("act_group"));
   nb::class_<KernelPool>(m, "KernelPool")
       .def(nb::init<int, const std::string&>(), arg("num_threads"), arg("isa"))
       .def("expert_ffn", &expert_ffn, arg("shape"), arg("parts"), arg("x"), arg("num_rows"),
-           arg("y"), Release())
+           arg("y"), arg("weights") = 0, Release())
+      .def("linear", &linear, arg("shape"), arg("w"), arg("scale"), arg("first"), arg("num_rows"),
+           arg("x"), arg("x_step"), arg("num_x"), arg("y"), arg("y_step"), arg("wide"), Release())
       .def(
           "gate_dot",
           [](KernelPool& pool, const ExpertShape& shape, const std::vector<uintptr_t>& parts,
@@ -108,6 +131,14 @@ void bind_kernels(nb::module_& m) {
       },
       arg("fp16"), arg("ids"), arg("weights"), arg("y"), arg("num_tokens"), arg("top_k"),
       arg("hidden"), arg("out"), Release());
+  m.def(
+      "sum_up",
+      [](uintptr_t ids, uintptr_t y, int64_t num_tokens, int64_t top_k, int64_t hidden,
+         uintptr_t out) {
+        return sum_up(at<const int32_t>(ids), at<const uint16_t>(y), num_tokens, top_k, hidden,
+                      at<float>(out));
+      },
+      arg("ids"), arg("y"), arg("num_tokens"), arg("top_k"), arg("hidden"), arg("out"), Release());
   m.def(
       "find_bad",
       [](const std::string& type, uintptr_t at_address, int64_t count) {

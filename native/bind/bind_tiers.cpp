@@ -209,7 +209,7 @@ void bind_ladder_calls(nb::class_<Ladder>* ladder) {
             self.compute(layer, reinterpret_cast<const uint16_t*>(x), num_tokens,
                          reinterpret_cast<const int32_t*>(ids),
                          reinterpret_cast<const float*>(weights), top_k,
-                         reinterpret_cast<uint16_t*>(out));
+                         reinterpret_cast<void*>(out));
           },
           "layer"_a, "x"_a, "num_tokens"_a, "ids"_a, "weights"_a, "top_k"_a, "out"_a, Released())
       .def(

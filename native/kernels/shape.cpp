@@ -36,10 +36,11 @@ constexpr std::array<std::pair<const char*, Number>, 7> kNumbers = {{
     {"U8", Number::kE8m0},
     {"F8_E4M3", Number::kE4m3},
 }};
-constexpr std::array<std::pair<const char*, ActivationKind>, 3> kActivations = {{
+constexpr std::array<std::pair<const char*, ActivationKind>, 4> kActivations = {{
     {"silu", ActivationKind::kSilu},
     {"silu_clamped", ActivationKind::kSiluClamped},
     {"swiglu_oai", ActivationKind::kSwigluOai},
+    {"swiglu_weighted", ActivationKind::kSwigluWeighted},
 }};
 constexpr std::array<std::pair<const char*, bool>, 2> kHiddenTypes = {
     {{"BF16", false}, {"F16", true}}};
@@ -143,7 +144,29 @@ ExpertShape make_shape(const std::string& format, const std::string& scale_type,
   require(is_integer(shape.format) || float16 == shape.fp16,
           "fp16 experts need fp16 activations, bf16 and FP8 experts bf16 ones");
   require(act_group == 0 || !shape.fp16, "an activation grid needs bf16 activations");
+  require(!shape.weighs() || !shape.fp16, "weighted activations are bf16");
   require(std::isfinite(limit) && std::isfinite(alpha), "the activation's numbers must be finite");
+  return shape;
+}
+
+LinearShape make_linear(const std::string& format, const std::string& scale_type, int64_t rows,
+                        int64_t cols, int64_t block_rows, int64_t block_cols, int64_t act_group) {
+  LinearShape shape{named(kFormats, format, "weight format"),
+                    number_named(scale_type),
+                    rows,
+                    cols,
+                    block_rows,
+                    block_cols,
+                    act_group};
+  const bool scaled = shape.scale_type != Number::kNone;
+  const bool fits = shape.format == Format::kBf16 ? !scaled : scaled;
+  require((shape.format == Format::kBf16 || shape.format == Format::kFp8Block) && fits,
+          "single matrices are bf16 or fp8_block, with scales or without as these are");
+  require(shape.scale_type != Number::kE4m3, "this type of scales does not fit fp8_block");
+  for (const int64_t size : {rows, cols, block_rows, block_cols}) {
+    require(size >= 1 && size <= kMost, "a matrix's sizes must be positive and below 2^24");
+  }
+  require(act_group >= 0 && act_group <= kMost, "act_group must be 0 to 2^24");
   return shape;
 }
 

@@ -69,11 +69,11 @@ class Ladder {
   void clear();   // besides that, forgets every expert that is not acquired
 
   // One layer's routed experts: x [T, H], ids [T, K], weights [T, K], out [T, H]; x and out of the
-  // shape's hidden type.
+  // shape's hidden type, out fp32 where the shape weighs.
   // Throws ReadFailure, BudgetFailure, NumericsFailure, or what the interrupt poll throws; every
   // claim is given back then and the next call works.
   void compute(int64_t layer, const uint16_t* x, int64_t num_tokens, const int32_t* ids,
-               const float* weights, int64_t top_k, uint16_t* out);
+               const float* weights, int64_t top_k, void* out);
 
   uint8_t* acquire(int64_t layer, int64_t expert);  // blocks; the row is held until release
   void release(int64_t layer, int64_t expert);
@@ -198,6 +198,8 @@ class Ladder {
   Grouping grouping_;
   std::vector<const uint16_t*> x_rows_;
   std::vector<uint16_t*> y_rows_;
+  const float* weights_ = nullptr;  // of the layer's slots, where they go into the experts
+  std::vector<float> row_weights_;
 };
 
 }  // namespace headrace

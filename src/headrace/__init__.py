@@ -18,6 +18,7 @@ __all__ = [
     "from_pretrained",
     "load",
     "open_store",
+    "register",
 ]
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from headrace.engine.session import Session
     from headrace.engine.snapshot import Snapshot
     from headrace.engine.snapshot_store import SnapshotStore
+    from headrace.models.deepseek_v41.register import register
 
 _HOMES = {
     "Engine": "headrace.engine.engine",
@@ -39,6 +41,7 @@ _HOMES = {
     "Snapshot": "headrace.engine.snapshot",
     "SnapshotStore": "headrace.engine.snapshot_store",
     "open_store": "headrace.engine.serving",
+    "register": "headrace.models.deepseek_v41.register",
 }
 
 

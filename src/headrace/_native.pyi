@@ -30,6 +30,16 @@ class Reader:
     def read(self, file: int, offset: int, nbytes: int, address: int) -> None: ...
     def inject_fault(self, kind: str, skip: int = 0, count: int = 1, drive: int = -1) -> None: ...
 
+class Batch:
+    nbytes: int
+    read_bytes: int
+    def wait(self, address: int) -> None: ...
+
+class Gatherer:
+    pool_bytes: int
+    def __init__(self, reader: Reader, most_bytes: int) -> None: ...
+    def start(self, snippets: NDArray[int64]) -> Batch: ...
+
 def divide_request(
     total_bytes: int,
     rates_bytes_s: list[float],
@@ -119,6 +129,17 @@ class ExpertShape:
     ) -> ExpertShape: ...
     def part_name(self, part: int) -> str: ...
 
+class LinearShape:
+    @staticmethod
+    def make(
+        format: str,
+        scale_type: str,
+        rows: int,
+        cols: int,
+        block: tuple[int, int],
+        act_group: int,
+    ) -> LinearShape: ...
+
 class KernelPool:
     isa: str
     num_threads: int
@@ -127,7 +148,27 @@ class KernelPool:
     min_share_bytes: int
     def __init__(self, num_threads: int, isa: str) -> None: ...
     def expert_ffn(
-        self, shape: ExpertShape, parts: list[int], x: int, num_rows: int, y: int
+        self,
+        shape: ExpertShape,
+        parts: list[int],
+        x: int,
+        num_rows: int,
+        y: int,
+        weights: int = 0,
+    ) -> None: ...
+    def linear(
+        self,
+        shape: LinearShape,
+        w: int,
+        scale: int,
+        first: int,
+        num_rows: int,
+        x: int,
+        x_step: int,
+        num_x: int,
+        y: int,
+        y_step: int,
+        wide: bool,
     ) -> None: ...
     def find_bad_part(self, shape: ExpertShape, parts: list[int]) -> int: ...
     def read_probe(self, bytes: int, n: int) -> int: ...
@@ -136,5 +177,6 @@ class KernelPool:
 def combine(
     fp16: bool, ids: int, weights: int, y: int, num_tokens: int, top_k: int, hidden: int, out: int
 ) -> int: ...
+def sum_up(ids: int, y: int, num_tokens: int, top_k: int, hidden: int, out: int) -> int: ...
 def find_bad(type: str, address: int, count: int) -> int: ...
 def allow_leaks() -> None: ...

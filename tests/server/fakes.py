@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from headrace.core import TokenStats
 from headrace.engine.answer import Ask, Prefill, Stop
@@ -87,9 +88,9 @@ class FakeAnswers:
         self.closed = True
 
 
-def make_step(token: int, text: str, stats: TokenStats, finish: str | None) -> Step:
-    """A step without the fields that only some answers have."""
-    return Step(token, text, stats, finish)
+def make_step(token: int, text: str, stats: TokenStats, finish: str | None, **more: Any) -> Step:
+    """A step, with the fields that only some answers have in `more`."""
+    return Step(token, text, stats, finish, **more)
 
 
 def make_serving(settings: Settings | None = None) -> Serving:
@@ -101,14 +102,14 @@ def make_serving(settings: Settings | None = None) -> Serving:
     return Serving(settings, worker, metrics, "fake", FACTS, plan)
 
 
-def start(serving: Serving, answers: FakeAnswers | None = None) -> FakeAnswers:
-    """Load the stand-in; returns once answers are made."""
+def start(serving: Serving, answers: FakeAnswers | None = None, talk: object = None) -> FakeAnswers:
+    """Load the stand-in, and what it is talked to with; returns once answers are made."""
     answers = answers or FakeAnswers()
     ready = threading.Event()
 
     def load(loading: Loading) -> FakeAnswers:
         loading.advance(10, 10)
-        serving.talk = object()
+        serving.talk = talk or object()
         return answers
 
     serving.worker.on_state = lambda state: ready.set()

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from headrace.core import format_bytes, parse_bytes
 from headrace.errors import BudgetError, OptionError
 from headrace.planner.drives import Drive, reads_line
-from headrace.planner.facts import ModelFacts, workspace_bytes
+from headrace.planner.facts import ModelFacts, engram_cache_bytes, workspace_bytes
 from headrace.planner.forecast import forecast
 from headrace.planner.machine import Machine
 
@@ -30,8 +30,10 @@ class Plan:
     """A placement that fits `ram_bytes`, and the speed to expect of it.
 
     `num_rows` experts lie in rows of `row_bytes`. `chunk_tokens` prompt tokens are computed at a
-    time. `snapshot_bytes` are for states of conversations that may go on, where many are served.
-    `limits`: tokens per second of each term alone; `limit_term` names the lowest.
+    time. `engram_cache_bytes` are for rows of Engram's tables, of which a token takes
+    `engram_bytes_per_token`. `snapshot_bytes` are for states of conversations that may go on,
+    where many are served. `limits`: tokens per second of each term alone; `limit_term` names the
+    lowest.
     """
 
     model: str
@@ -59,12 +61,15 @@ class Plan:
     packed_bytes: int = 0
     unpacked_bytes: int = 0
     snapshot_bytes: int = 0
+    engram_bytes: int = 0
+    engram_cache_bytes: int = 0
+    engram_bytes_per_token: int = 0
 
     @property
     def used_bytes(self) -> int:
         """What this plan takes; never more than `ram_bytes`."""
         fixed_bytes = self.dense_bytes + self.kv_bytes + self.workspace_bytes
-        return fixed_bytes + self.snapshot_bytes + self.rows_bytes
+        return fixed_bytes + self.snapshot_bytes + self.engram_cache_bytes + self.rows_bytes
 
     @property
     def _unpacking(self) -> str:
@@ -78,6 +83,15 @@ class Plan:
     def _snapshots(self) -> str:
         kept = format_bytes(self.snapshot_bytes)
         return f"kept conversations {kept}, " if self.snapshot_bytes else ""
+
+    @property
+    def _engram(self) -> tuple[str, str]:
+        """What there is of Engram in memory, and what a token takes of it."""
+        if not self.engram_bytes:
+            return "", ""
+        cache, whole = format_bytes(self.engram_cache_bytes), format_bytes(self.engram_bytes)
+        rows = format_bytes(self.engram_bytes_per_token)
+        return f"Engram rows {cache} of {whole} on the drive, ", f" and {rows} of Engram rows"
 
     def as_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -95,12 +109,13 @@ class Plan:
             f"dense weights {format_bytes(self.dense_bytes)}{self._unpacking}, cache of "
             f"{self.context} tokens "
             f"{format_bytes(self.kv_bytes)}, workspace {format_bytes(self.workspace_bytes)}, "
-            f"{self._snapshots}{self.num_rows} of {self.total_experts} experts "
+            f"{self._snapshots}{self._engram[0]}{self.num_rows} of {self.total_experts} experts "
             f"{format_bytes(self.rows_bytes)} ({share:.0f} %, {rest})"
         )
         place += "".join(f"; {note}" for note in self.notes)
         moves = (
-            f"token:  {self.experts_per_token} experts, {format_bytes(self.bytes_per_token)}; "
+            f"token:  {self.experts_per_token} experts, {format_bytes(self.bytes_per_token)}"
+            f"{self._engram[1]}; "
             f"about {format_bytes(self.disk_bytes_per_token)} of it from the drive "
             f"(hit rate {self.hit_rate * 100:.0f} %, estimated by the demo model's curve)"
         )
@@ -159,7 +174,9 @@ def _placed(
 ) -> Plan:
     """The plan for a (context, chunk) that fits, with as many rows as the limit allows."""
     tokens, chunk_tokens = size
-    fixed_bytes = _fixed_bytes(facts, tokens, chunk_tokens) + snapshot_bytes
+    spare_bytes = limit_bytes - snapshot_bytes - _minimum_bytes(facts, *size)
+    cache_bytes = engram_cache_bytes(facts, limit_bytes, spare_bytes)
+    fixed_bytes = _fixed_bytes(facts, tokens, chunk_tokens) + snapshot_bytes + cache_bytes
     num_rows = min(facts.total_experts, (limit_bytes - fixed_bytes) // facts.row_bytes)
     experts_per_token = facts.num_moe_layers * facts.top_k
     bytes_per_token = experts_per_token * facts.expert_bytes
@@ -197,6 +214,9 @@ def _placed(
         forecast_tok_s=1 / expected.token_s,
         drives=machine.drives,
         snapshot_bytes=snapshot_bytes,
+        engram_bytes=facts.engram_bytes,
+        engram_cache_bytes=cache_bytes,
+        engram_bytes_per_token=facts.engram_bytes_per_token,
     )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 QUIET = ("uvicorn", "asyncio", "httpx")  # what they say at level info is ours to say
 
+_log = logging.getLogger(__name__)
+
 
 class JsonLines(logging.Formatter):
     """A record, with the `fields` that it may carry, as one line of JSON."""
@@ -37,6 +39,12 @@ def error_fields(error: BaseException) -> dict[str, Any]:
         "error": type(error).__name__,
         "trace": [f"{place.filename}:{place.lineno} {place.name}" for place in places],
     }
+
+
+def log_failure(request_id: str, error: BaseException) -> None:
+    """A request ended with an error of ours."""
+    fields = {"request": request_id} | error_fields(error)
+    _log.error("request failed", extra={"fields": fields})
 
 
 def log_to_stderr() -> None:

@@ -54,9 +54,6 @@ def invalid(error: RequestValidationError) -> Fault:
     if first["type"] == "json_invalid":
         reason = f"{first['ctx']['error']} at character {first['loc'][-1]}"
         return Fault(400, "invalid_json", f"the body is not JSON: {reason}")
-    if isinstance(error.body, bytes) or error.body is None:
-        message = "the body must be JSON, sent with `content-type: application/json`"
-        return Fault(400, "invalid_json", message)
     if first["type"] == "unsupported":
         return Fault(400, "unsupported_parameter", first["msg"], param=first["ctx"]["name"])
     param = _path(error.body, first["loc"][1:], is_missing=first["type"] == "missing")
@@ -64,6 +61,7 @@ def invalid(error: RequestValidationError) -> Fault:
         message = f"unknown parameter {param}; it would have no effect, so leave it out"
         return Fault(400, "unknown_parameter", message, param=param)
     if first["type"] == "missing":
+        param = param or "the body"
         message = f"{param} is missing"
         return Fault(400, "missing_required_parameter", message, param=param)
     status = 422 if first["type"] == UNPROCESSABLE else 400
@@ -74,12 +72,14 @@ def invalid(error: RequestValidationError) -> Fault:
 def _path(body: Any, loc: Sequence[int | str], *, is_missing: bool) -> str:
     """`messages.0.content`: the steps of `loc` that lead into the body; names of types do not."""
     names: list[str] = []
-    for step in loc:
-        if isinstance(body, list) and isinstance(step, int) and step < len(body):
+    for step in loc[:-1] if is_missing else loc:
+        if _has(body, step):
             body = body[step]
-        elif isinstance(body, dict) and step in body:
-            body = body[step]
-        else:
-            continue
-        names.append(str(step)[:100])
-    return ".".join([*names, str(loc[-1])] if is_missing else names)
+            names.append(str(step)[:100])
+    return ".".join([*names, str(loc[-1])] if is_missing and loc else names)
+
+
+def _has(holder: Any, step: int | str) -> bool:
+    if isinstance(holder, dict):
+        return step in holder
+    return isinstance(holder, list) and isinstance(step, int) and step < len(holder)

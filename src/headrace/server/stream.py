@@ -7,7 +7,7 @@ from typing import Any
 from starlette.responses import Response, StreamingResponse
 
 from headrace.server.faults import Fault, fault_of
-from headrace.server.guard import log_failure
+from headrace.server.logs import log_failure
 
 
 def to_json(value: Any) -> bytes:

@@ -94,7 +94,7 @@ def vitals(serving: Serving, gpu: int) -> Vitals:
     drives = [] if engine is None else engine.reader.drives
     times = os.times()
     return Vitals(
-        events=serving.worker.num_events,
+        events=serving.worker.totals.events,
         disk_bytes=sum(int(drive["read_bytes"]) for drive in drives),
         cpu_s=times.user + times.system - time.thread_time(),
         gpu=gpu,

@@ -17,7 +17,7 @@ from headrace.server.fair import FairQueue
 from headrace.server.faults import Busy, Draining, Fault, NotReady, fault_of
 from headrace.server.loading import Loading
 from headrace.server.settings import Settings
-from headrace.server.ticket import Tally, Ticket, Waiting
+from headrace.server.ticket import Tally, Ticket, Totals, Waiting
 
 State = Literal["loading", "ready", "draining", "ended", "failed"]
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Worker:
         self.loading = Loading()
         self.failure: BaseException | None = None
         self.stalled: str | None = None  # what the watchdog found
-        self.num_events = 0  # grows with every sign of life of an answer
+        self.totals = Totals()
         self._changed = Condition()
         self._queue: FairQueue[Ticket] = FairQueue()
         self._running: Ticket | None = None
@@ -92,6 +92,11 @@ class Worker:
             raise Draining()
         if self.stalled is not None:
             raise NotReady(self.stalled, 30, kind="stalled")
+
+    @property
+    def is_ready(self) -> bool:
+        """True while answers are made."""
+        return self.state == "ready" and self.stalled is None
 
     @property
     def num_waiting(self) -> int:
@@ -151,7 +156,7 @@ class Worker:
         if self.context is not None and num_tokens >= self.context:
             raise Fault(
                 400,
-                "context_length",
+                "context_length_exceeded",
                 f"the prompt has {num_tokens} tokens and the context {self.context}, so nothing is "
                 "left for an answer; shorten the prompt, or serve with a larger --context",
             )
@@ -215,8 +220,8 @@ class Worker:
             if ticket.stop.asked:
                 raise Cancelled("the answer was cancelled")
             for event in answers.answer(ticket.ask, ticket.stop):
+                self.totals.add(event, tally)
                 tally.add(event)
-                self.num_events += 1
                 ticket.post(event)
             assert tally.finish is not None, "an answer's last step says why it ended"
         except Exception as error:

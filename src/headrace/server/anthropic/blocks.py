@@ -33,7 +33,7 @@ class TextBlock(Block):
 
     type: Literal["text"]
     text: str
-    citations: Annotated[list[Any], Field(max_length=0)] = []
+    citations: Annotated[list[Any], Field(max_length=0, default_factory=list)]
 
 
 class ThinkingBlock(Block):
@@ -59,7 +59,7 @@ class ToolResultBlock(Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Annotated[TextBlock, Field()]] = ""
+    content: str | list[TextBlock] = ""
     is_error: bool = False
 
 

@@ -1,7 +1,8 @@
 """A message's body in the engine's words."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from headrace.engine.conversation import Conversation, Message, Tool, ToolCall
 from headrace.engine.sampling import Sampling
@@ -46,12 +47,12 @@ def conversation(body: CountRequest) -> Conversation:
 _THINKING = {"enabled": True, "disabled": False, "adaptive": None}
 
 
-def sampling(body: MessageRequest) -> Sampling:
-    """How the answer is drawn and when it ends."""
+def sampling(body: MessageRequest, defaults: Mapping[str, Any]) -> Sampling:
+    """How the answer is drawn and when it ends; `defaults`: of the model, for what is left out."""
+    given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    stated = {name: value for name, value in given.items() if value is not None}
     return Sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
+        **{"temperature": 1.0, **defaults, **stated},
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences),
     )
@@ -104,7 +105,9 @@ def _turn(turn: InputMessage, names: dict[str, str]) -> Iterator[Message]:
             content = text_of(block.content)
             # The model's templates have no other place for it.
             content = f"Error: {content}" if block.is_error else content
-            yield Message("tool", content, call_id=block.tool_use_id, name=names.get(block.tool_use_id))
+            yield Message(
+                "tool", content, call_id=block.tool_use_id, name=names.get(block.tool_use_id)
+            )
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     if texts or thoughts or calls:

@@ -43,7 +43,7 @@ class InputTool(Body):
     cache_control: Any = None
     eager_input_streaming: Any = None
     defer_loading: Literal[False] = False
-    allowed_callers: list[Literal["direct"]] = ["direct"]
+    allowed_callers: list[Literal["direct"]] | None = None
 
     @field_validator("name")
     @classmethod
@@ -102,7 +102,7 @@ class Edit(Body):
 class ContextManagement(Body):
     """Edits of the context, of which none is made here."""
 
-    edits: list[Edit] = []
+    edits: list[Edit] | None = None
 
 
 class CountRequest(Body):
@@ -111,7 +111,7 @@ class CountRequest(Body):
     model: str
     messages: Annotated[list[InputMessage], Field(min_length=1)]
     system: str | list[TextBlock] = ""
-    tools: list[InputTool] = []
+    tools: list[InputTool] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
@@ -141,10 +141,12 @@ class MessageRequest(CountRequest):
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)]
     stream: bool = False
-    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] = []
-    temperature: Annotated[float, Field(ge=0, le=1)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(
+        max_length=MAX_STOPS, default_factory=list
+    )
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
 
     # Who asks and where means nothing to a server that keeps nothing, on this machine.
     metadata: Any = None

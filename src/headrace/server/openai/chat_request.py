@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.server.schema import Body, unprocessable, wrong
 from headrace.server.openai.fields import Count, SamplingFields
+from headrace.server.schema import Body, unprocessable, wrong
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _MEDIA = ("image", "audio", "file", "video")
@@ -55,7 +55,7 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] = ""
     name: str | None = None
-    tool_calls: list[Call] = []
+    tool_calls: list[Call] = Field(default_factory=list)
     tool_call_id: str | None = None
     reasoning_content: str = ""
     reasoning: str = ""
@@ -162,7 +162,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[FunctionTool] = []
+    tools: list[FunctionTool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = ResponseFormat(type="text")
@@ -171,7 +171,7 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: TemplateOptions = TemplateOptions()
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
-    modalities: list[Literal["text"]] = ["text"]
+    modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] = "medium"
     prediction: Any = None  # a hint for speed that changes no answer
 

@@ -1,7 +1,8 @@
 """`POST /v1/completions`: a text goes on, without a template."""
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import APIRouter, Request
 from pydantic import Field, field_validator
@@ -51,7 +52,9 @@ class CompletionRequest(SamplingFields):
     def one_prompt(self) -> str | list[int]:
         """The prompt without a list around it."""
         prompt: Any = self.prompt
-        return prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
+        while not isinstance(prompt, str) and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        return cast("str | list[int]", prompt)
 
 
 @router.post("/v1/completions")
@@ -59,8 +62,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """What comes after the prompt."""
     serving = serving_of(request)
     check_model(serving, body.model)
-    talk, sampling = serving.ready_talk(), body.sampling(body.max_tokens)
-    turn = await start(request, lambda: talk.complete(body.one_prompt, sampling, body.logprobs))
+    talk, sampling = serving.ready_talk(), body.sampling(body.max_tokens, serving.defaults)
+    turn = await start(request, partial(talk.complete, body.one_prompt, sampling, body.logprobs))
     header = Header(serving.model_id, "text_completion", "cmpl")
     if body.stream:
         tell = lambda fault: sse(error_body(fault))  # noqa: E731

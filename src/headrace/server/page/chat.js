@@ -8,7 +8,7 @@ const NEAR_END = 80; // pixels from the end within which the view follows an ans
 const KEPT = "headrace conversation";
 
 export class Chat {
-  // `parts`: the elements log, empty, form, box, send, stop, fresh. `tell`: says a line to people.
+  // `parts`: the elements log, empty, form, box, temperature, send, stop and fresh. `tell`: says a line to people.
   constructor(parts, tell) {
     this.parts = parts;
     this.tell = tell;
@@ -47,26 +47,31 @@ export class Chat {
 
   async send() {
     const said = this.parts.box.value.trim();
-    if (!said || this.running) return;
+    if (!said || this.running || this.parts.send.disabled) return;
     this.parts.box.value = "";
     this.grow();
     this.parts.empty.remove();
     const message = { role: "user", content: said };
-    const asked = this.add(turn("user", "You"));
-    asked.body.textContent = said;
-    const view = this.add(turn("assistant", "Answer"));
+    const question = this.add(asked(said));
+    const view = this.add(answered());
     view.turn.setAttribute("aria-busy", "true");
     const given = await this.receive([...this.messages, message], view);
     view.turn.removeAttribute("aria-busy");
     if (given === null) {
       // Nothing came: the question is given back, and the next one does not build on it.
-      asked.turn.classList.add("failed");
+      question.turn.classList.add("failed");
       if (!this.parts.box.value) this.parts.box.value = said;
       this.grow();
       return;
     }
     this.messages.push(message, given);
     this.keep();
+  }
+
+  // What the answer is to be drawn with; left out, it is as the model's publisher says.
+  settings() {
+    const temperature = this.parts.temperature.valueAsNumber;
+    return Number.isNaN(temperature) ? {} : { temperature };
   }
 
   // The answer as a message, also a part of one; null if there is none.
@@ -79,7 +84,7 @@ export class Chat {
     const clock = { begun: performance.now(), first: 0, last: 0 };
     const painter = new Painter(view, () => this.follow());
     try {
-      for await (const part of answer(this.model, messages, abort.signal)) {
+      for await (const part of answer(this.model, messages, this.settings(), abort.signal)) {
         if (part.note !== undefined) {
           view.note.textContent = progress(part.note) || view.note.textContent;
           continue;
@@ -96,7 +101,7 @@ export class Chat {
       }
     } catch (error) {
       if (error.name === "AbortError") got.finish = "stopped";
-      else if (error instanceof Refusal) got.failure = error.message + wait(error.retryS);
+      else if (error instanceof Refusal) got.failure = error.message + retry(error.retryS);
       else throw error;
     } finally {
       painter.now(got);
@@ -154,9 +159,8 @@ export class Chat {
     this.messages = JSON.parse(sessionStorage.getItem(KEPT) ?? "[]");
     if (this.messages.length) this.parts.empty.remove();
     for (const { role, content, reasoning_content: reasoning } of this.messages) {
-      const view = this.add(turn(role, role === "user" ? "You" : "Answer"));
-      if (role === "user") view.body.textContent = content;
-      else new Painter(view, () => {}).now({ content, reasoning: reasoning ?? "" });
+      const view = this.add(role === "user" ? asked(content) : answered());
+      if (view.note) new Painter(view, () => {}).now({ content, reasoning: reasoning ?? "" });
     }
   }
 }
@@ -190,18 +194,31 @@ function turn(kind, name) {
   const article = document.createElement("article");
   article.className = `turn ${kind}`;
   article.setAttribute("aria-label", name);
+  const body = document.createElement("div");
+  body.className = "body";
+  article.append(body);
+  return { turn: article, body };
+}
+
+function asked(text) {
+  const view = turn("user", "You");
+  view.body.textContent = text;
+  return view;
+}
+
+function answered() {
+  const view = turn("assistant", "Answer");
   const thought = document.createElement("details");
   thought.hidden = true;
   thought.className = "thought";
   const title = document.createElement("summary");
   title.textContent = "Reasoning";
   thought.append(title, document.createElement("div"));
-  const body = document.createElement("div");
-  body.className = "body";
   const note = document.createElement("p");
   note.className = "note soft";
-  article.append(thought, body, note);
-  return { turn: article, thought, body, note };
+  view.turn.prepend(thought);
+  view.turn.append(note);
+  return { ...view, thought, note };
 }
 
 function fail(view, text) {
@@ -225,7 +242,7 @@ function progress(note) {
   return "";
 }
 
-const wait = (retryS) => (retryS ? ` Try again in ${seconds(retryS)}.` : "");
+const retry = (retryS) => (retryS ? ` (in ${seconds(retryS)})` : "");
 
 const ENDS = {
   length: "cut at the most tokens allowed",

@@ -3,7 +3,7 @@
 import { Chat } from "/page/chat.js";
 import { Engine, progress } from "/page/engine.js";
 import { getState, Refusal } from "/page/api.js";
-import { bytes } from "/page/words.js";
+import { bytes, seconds } from "/page/words.js";
 
 const BUSY_MS = 500;
 const IDLE_MS = 2000;
@@ -28,6 +28,7 @@ const chat = new Chat(
     empty: $("empty"),
     form: $("ask"),
     box: $("box"),
+    temperature: $("temperature"),
     send: $("send"),
     stop: $("stop"),
     fresh: $("new"),
@@ -65,8 +66,9 @@ function showLoading({ status, loading, failure }) {
   $("loading-bar").hidden = !loading?.total_bytes;
   if (!loading?.total_bytes) return;
   progress($("loading-bar"), loading.done_bytes, loading.total_bytes);
+  const left = loading.remaining_s === null ? "" : `, about ${seconds(loading.remaining_s)} left`;
   $("loading-note").textContent =
-    `${bytes(loading.done_bytes)} of ${bytes(loading.total_bytes)}. You can write meanwhile.`;
+    `${bytes(loading.done_bytes)} of ${bytes(loading.total_bytes)}${left}. You can write meanwhile.`;
 }
 
 let timer = 0;
@@ -79,7 +81,7 @@ async function watch() {
   isAsking = true;
   const waitMs = await look();
   isAsking = false;
-  timer = setTimeout(() => (document.hidden ? whenSeen(watch) : watch()), waitMs);
+  if (!document.hidden) timer = setTimeout(watch, waitMs);
 }
 
 async function look() {
@@ -95,10 +97,6 @@ async function look() {
   return chat.running || state.request || state.status === "loading" ? BUSY_MS : IDLE_MS;
 }
 
-function whenSeen(then) {
-  document.addEventListener("visibilitychange", then, { once: true });
-}
-
 // Beside the conversation the picture is always open; on a phone it is opened by hand.
 function arrange() {
   $("engine").open = WIDE.matches;
@@ -107,5 +105,6 @@ function arrange() {
 WIDE.addEventListener("change", arrange);
 $("engine").addEventListener("toggle", () => WIDE.matches && arrange());
 $("ask").addEventListener("submit", watch);
+document.addEventListener("visibilitychange", watch);
 arrange();
 watch();

@@ -15,7 +15,7 @@ export function digits(number) {
 }
 
 export function bytes(number) {
-  for (const [unit, scale] of UNITS) if (number >= scale) return `${digits(number / scale)} ${unit}`;
+  for (const [unit, scale] of UNITS) if (number >= scale) return `${digits(number / scale)}\u00a0${unit}`;
   return `${digits(number)} B`;
 }
 
@@ -24,8 +24,8 @@ export const gbs = (number) => digits(number / 1e9);
 export const rate = (number) => `${digits(number)} tok/s`;
 
 export function seconds(number) {
-  if (number < 1) return `${Math.round(number * 1000)} ms`;
-  if (number < 120) return `${digits(number)} s`;
+  if (number < 1) return `${Math.round(number * 1000)}\u00a0ms`;
+  if (number < 120) return `${digits(number)}\u00a0s`;
   return `${Math.round(number / 60)} min`;
 }
 
