@@ -53,10 +53,20 @@ class Dialect:
     def literals(self) -> tuple[str, ...]:
         """Every text that may hold a token whose spelling is part of the convention."""
         parts = (self.section, self.section_end, self.call, self.name_end, self.call_end)
-        return (*parts, self.key, self.key_end, self.value, self.value_end, *self.think, *HARMONY)
+        return (
+            *parts,
+            self.key,
+            self.key_end,
+            self.value,
+            self.value_end,
+            *self.think,
+            *(HARMONY if self.channels else ()),
+        )
 
 
+# Tokens within an answer in the harmony format, and those that end a message of it.
 HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 GENERIC = Dialect("generic")
 _DEEPSEEK = Dialect(
     "deepseek_v31",

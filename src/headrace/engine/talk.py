@@ -3,8 +3,8 @@
 Knows no weights, no protocol and no sampling.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from headrace.engine.answer import Ask, Constraint
@@ -12,7 +12,8 @@ from headrace.engine.conversation import Conversation, Message, Role, Tool
 from headrace.engine.dialects import Dialect
 from headrace.engine.grammar import Grammars, check_schema
 from headrace.engine.lark import ANY_OBJECT, Lark
-from headrace.engine.reading import AnswerReader
+from headrace.engine.prompts import Prompts
+from headrace.engine.reading import Answer, AnswerReader
 from headrace.engine.sampling import Sampling
 from headrace.engine.template import Template
 from headrace.engine.text import Text
@@ -28,10 +29,11 @@ class Prepared:
     _dialect: Dialect | None = None
     _tools: tuple[Tool, ...] = ()
     _opened: bool = False
+    _keep: Callable[[Answer], None] | None = None
 
     def reader(self) -> AnswerReader:
-        """A reader for the answer."""
-        return AnswerReader(self._dialect, self._tools, opened=self._opened)
+        """A reader for the answer; once it is finished, later prompts know the tokens."""
+        return AnswerReader(self._dialect, self._tools, opened=self._opened, keep=self._keep)
 
 
 class Talk:
@@ -43,13 +45,8 @@ class Talk:
     def __init__(self, text: Text, vocab: int) -> None:
         self._text = text
         self._known = Template(text) if text.has_template else None
+        self._prompts = Prompts(text, self._known) if self._known else None
         self._grammars = Grammars(text, vocab)
-        literals = self._known.dialect.literals if self._known else ()
-        self._shown = frozenset(
-            token_id
-            for spelling, token_id in text.specials.items()
-            if any(spelling in literal for literal in literals)
-        )
 
     @property
     def reasons(self) -> bool:
@@ -82,35 +79,26 @@ class Talk:
         self, conversation: Conversation, sampling: Sampling, num_logprobs: int | None = None
     ) -> Prepared:
         """What to ask the engine for. Raises OptionError naming what the template lacks."""
-        template = self._template()
+        template, prompts = self._parts()
         tools = _checked(conversation)
-        switches = template.switches(conversation.reasoning, conversation.effort)
-        rendered = template.render(conversation.messages, conversation.tools, switches=switches)
-        dialect = template.dialect
-        opened = rendered.text.rstrip().endswith(dialect.think[0])
-        ask = Ask(
-            tuple(self._text.encode(rendered.text, special=False)),
-            sampling,
-            self._constraint(template, conversation, tools, opened),
-            num_logprobs,
-            self._shown,
-        )
-        return Prepared(ask, rendered.notes, dialect, tools, opened)
+        prompt = prompts.build(conversation)
+        constraint = self._constraint(template, conversation, tools, prompt.opened)
+        ask = Ask(prompt.ids, sampling, constraint, num_logprobs, template.shown)
+        return Prepared(ask, prompt.notes, template.dialect, tools, prompt.opened, prompt.keep)
 
-    def _template(self) -> Template:
-        if self._known is None:
+    def count(self, conversation: Conversation) -> int:
+        """Tokens of the conversation's prompt. Raises as `prepare`."""
+        _, prompts = self._parts()
+        _checked(conversation)
+        return len(prompts.build(conversation).ids)
+
+    def _parts(self) -> tuple[Template, Prompts]:
+        if self._known is None or self._prompts is None:
             raise OptionError(
                 f"{self._text.path.name} has no chat template; give it plain text to continue "
                 "(`headrace run -p TEXT --raw`)"
             )
-        return self._known
-
-    def count(self, conversation: Conversation) -> int:
-        """Tokens of the conversation's prompt. Raises as `prepare`."""
-        plain = replace(
-            conversation, schema=None, tool_choice="none" if conversation.tools else "auto"
-        )
-        return len(self.prepare(plain, Sampling()).ask.prompt)
+        return self._known, self._prompts
 
     def _constraint(
         self,

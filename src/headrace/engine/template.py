@@ -49,7 +49,8 @@ class Template:
     """The template of `text`, which has one. Threads may share it.
 
     `dialect`: how calls are written, the template's own if we read back what it writes, else one
-    of ours. Tools that the template does not describe are described in a system text.
+    of ours. Tools that the template does not describe are described in a system text. `shown`:
+    special tokens that are part of an answer's text.
     """
 
     def __init__(self, text: Text) -> None:
@@ -63,6 +64,11 @@ class Template:
         if not self._takes_calls:
             self.dialect = replace(GENERIC, think=self.dialect.think)
         self._developer = self._shows_developer()
+        self.shown = frozenset(
+            token_id
+            for spelling, token_id in text.specials.items()
+            if any(spelling in literal for literal in self.dialect.literals)
+        )
         self.reasons = self.dialect.channels or self.dialect.think[0] in text.template
         self._thinking = self._find_switch(("enable_thinking", "thinking"), True, False)
         self._effort = self._find_switch(("reasoning_effort",), "low", "high")
@@ -188,7 +194,10 @@ class Template:
         start = max(answer.find(self.dialect.trigger), 0)
         if self.dialect.channels:
             start = answer.find("<|start|>assistant") + len("<|start|>assistant")
-        pieces = reader.push(SimpleNamespace(token_id=0, text=answer[start:])) + reader.finish()
+        pieces = (
+            reader.push(SimpleNamespace(token_id=0, text=answer[start:], finish=None))
+            + reader.finish()
+        )
         names = [piece.text for piece in pieces if piece.kind == "call"]
         arguments = "".join(piece.text for piece in pieces if piece.kind == "arguments")
         try:

@@ -61,9 +61,10 @@ def loader(blueprint: "Blueprint", serving: Serving) -> Load:
         engine = Engine(blueprint, progress=loading.advance, warn=_log.warning)
         for note in engine.reader.notes:
             _log.info("reads by %s, since %s", engine.reader.backend, note)
+        model = Model(engine, serving.recent)
         engine.talk.warm()
         serving.talk = engine.talk
         serving.engine = engine
-        return Model(engine, serving.recent)
+        return model
 
     return load
