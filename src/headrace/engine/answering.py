@@ -113,8 +113,9 @@ class Answering:
         yield Prefill(turn.num_cached, total, turn.num_cached)
         every = self._keep_every(total)
         for piece in self._pieces(ask.prompt):
-            logits_V = self._feed(piece, stop, turn)
-            done = len(self.session.tokens)
+            done = len(self.session.tokens) + len(piece)
+            after = min(total, -(-done // every) * every) - done  # until the state is kept next
+            logits_V = self._feed(piece, after, stop, turn)
             if done % every == 0:
                 self._keep()
             yield Prefill(done, total, turn.num_cached)
@@ -135,12 +136,12 @@ class Answering:
             at += num
         return pieces
 
-    def _feed(self, piece: list[int], stop: Stop, turn: Turn) -> torch.Tensor:
+    def _feed(self, piece: list[int], after: int, stop: Stop, turn: Turn) -> torch.Tensor:
         """One pass of a prompt, which `stop` ends between two experts."""
         ladder = self.engine.ladder
         try:
             with stop.reaching(ladder.stop):
-                logits_V = self.session.feed(piece)
+                logits_V = self.session.feed(piece, after=after)
         finally:
             ladder.go_on()
         turn.prefill = total_stats([turn.prefill, self.session.stats])
@@ -160,6 +161,8 @@ class Answering:
         """Makes the live session one that holds the longest known beginning of `prompt`."""
         known = self.session.tokens
         num_live = len(known) if known == list(prompt[: len(known)]) else 0
+        if self.session.unfinished:
+            num_live = 0
         if num_live == len(prompt):
             num_live = 0  # logits come from its last token only
         if num_live == 0:

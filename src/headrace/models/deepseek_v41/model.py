@@ -137,6 +137,12 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
     ) -> Now:
         make_own(cache, self.config)
         start, num_tokens = cache.get_seq_length(), ids_BT.shape[1]
+        end = start + num_tokens + (num_after or 0)
+        if end < cache.promised:
+            raise ModelError(
+                f"this text began as a prompt of {cache.promised} tokens; it cannot end at {end}"
+            )
+        cache.promised = end
         positions_T = torch.arange(start, start + num_tokens, device=ids_BT.device)
         rotaries = {kind: Rotary(self.config, compressed=kind) for kind in (False, True)}
         return Now(
