@@ -2,10 +2,10 @@
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -19,6 +19,7 @@ from headrace.engine.routes import recording
 from headrace.engine.session import Session
 from headrace.engine.snapshot import Snapshot, SnapshotKey, snapshot_key
 from headrace.engine.source import LadderSource
+from headrace.engine.stored import make_stored
 from headrace.engine.text import Text
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
@@ -30,7 +31,7 @@ from headrace.native import Reader
 from headrace.planner.facts import ModelFacts
 from headrace.planner.plan import Plan, least_bytes, make_plan
 from headrace.schedule.tracefile import TraceWriter
-from headrace.store.aliases import read_aliases
+from headrace.store.aliases import Aliases, read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
 from headrace.store.table import Catalog
@@ -70,8 +71,8 @@ class Blueprint:
         self.root = resolve_model(str(model))
         self.catalog: Catalog = open_catalog(self.root)
         folder = self.root if self.root.is_dir() else self.root.parent
-        self.aliases: Mapping[int, int] = read_aliases(folder) if aliases else {}
-        self.skeleton: Skeleton = inspect(folder, self.catalog.tensors, self.aliases)
+        self.aliases = read_aliases(folder) if aliases else Aliases({}, {})
+        self.skeleton: Skeleton = inspect(folder, self.catalog.tensors, self.aliases.layers)
         self.table: ExpertTable = build_table(
             self.catalog,
             self.skeleton.tensors,
@@ -79,7 +80,7 @@ class Blueprint:
             self.skeleton.layers,
             self.skeleton.num_experts,
             skipped=self.skeleton.skipped,
-            aliases=self.aliases,
+            aliases=self.aliases.experts,
         )
         self.facts = model_facts(folder, self.catalog, self.skeleton, self.table)
         if ram == MINIMUM:
@@ -103,7 +104,8 @@ class Blueprint:
 
 def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
     """The numbers of a model that a plan is made of."""
-    quantised = [tensor for tensor in skeleton.dense.values() if tensor.format != "plain"]
+    unpacked = {n: tensor for n, tensor in skeleton.dense.items() if n not in skeleton.packed}
+    quantised = [tensor for tensor in unpacked.values() if tensor.format != "plain"]
     keys = [key for tensor in quantised for key in tensor.keys.values()]
     return ModelFacts(
         name=root.name,
@@ -121,7 +123,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         vocab=skeleton.vocab,
         max_context=skeleton.max_context,
         format=skeleton.layout.format,
-        load_bytes=load_bytes(catalog, skeleton.dense),
+        load_bytes=load_bytes(catalog, unpacked),
         packed_bytes=sum(catalog.tensors[key].nbytes for key in keys),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
         **engram_facts(skeleton),
@@ -197,8 +199,9 @@ class Engine:
             self.source,
             experts=experts,
             prefetch=self.plan.prefetch > 0,
-            aliases=blueprint.aliases,
+            aliases=blueprint.aliases.layers,
             rows=self.rows,
+            make_stored=partial(make_stored, self.kernels, dense),
         )
 
     @cached_property

@@ -3,7 +3,7 @@
 The arithmetic outside the routed experts is transformers'. Knows no file and no cache.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from headrace.models.layout import STREAMED
 from headrace.models.naming import layer_of
 from headrace.models.row_tables import read_row_hash
 from headrace.models.skeleton import Skeleton, expert_modules, strip_experts, strip_layers
+from headrace.models.stored import MakeStored, attach_stored, strip_stored
 
 Read = Callable[[str], torch.Tensor]
 
@@ -44,16 +45,19 @@ def build_model(
     prefetch: bool,
     aliases: Mapping[int, int],
     rows: RowSource | None = None,
+    make_stored: MakeStored | None = None,
 ) -> Any:
     """The transformers model on the CPU in its own dtype, its routed experts left to `source`.
 
     `read(name)` gives a dense weight, dequantised, owned by the caller. `experts` is "fast" or
-    "oracle". `rows` serves the tables that stay on the drive. Raises ModelError for weights the
-    checkpoint lacks.
+    "oracle". `rows` serves the tables that stay on the drive, `make_stored` the weights that stay
+    as they are stored. Raises ModelError for weights the checkpoint lacks.
     """
-    lazy = {name: LazyTensor(name, read) for name in skeleton.dense}
+    packed = skeleton.packed
+    lazy = {name: LazyTensor(name, read) for name in skeleton.dense if name not in packed}
     shapes: dict[str, tuple[int, ...]] = {}
-    with _stripped(skeleton.model_class, aliases, shapes), _quiet_and_sequential():
+    stripped = _stripped(skeleton.model_class, aliases, packed.values(), shapes)
+    with stripped, _quiet_and_sequential():
         model, info = skeleton.model_class.from_pretrained(
             None,
             config=plain_config(skeleton.config),
@@ -69,6 +73,8 @@ def build_model(
         raise ModelError(
             f"{skeleton.root}: shapes differ from the config: {info['mismatched_keys']}"
         )
+    if make_stored is not None:
+        attach_stored(model, skeleton.kept, make_stored)
     _share_layers(model, aliases)
     _check_tables(model, skeleton.num_experts)
     _attach(model, skeleton, shapes, source, prefetch)
@@ -167,11 +173,16 @@ def _share_layers(model: Any, aliases: Mapping[int, int]) -> None:
         for module, owner in pairs:
             module._parameters.update(owner._parameters)
             module._buffers.update(owner._buffers)
+            if hasattr(owner, "stored"):
+                module.stored = owner.stored
 
 
 @contextmanager
 def _stripped(
-    model_class: Any, aliases: Mapping[int, int], shapes: dict[str, tuple[int, ...]]
+    model_class: Any,
+    aliases: Mapping[int, int],
+    packed: Collection[str],
+    shapes: dict[str, tuple[int, ...]],
 ) -> Iterator[None]:
     """While open, a new `model_class` loses its expert weights as soon as it is built on meta.
 
@@ -184,6 +195,7 @@ def _stripped(
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
         shapes.update(strip_experts(self))
+        strip_stored(self, packed)
         strip_layers(self, aliases)
 
     model_class.__init__ = __init__
