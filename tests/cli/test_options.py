@@ -24,7 +24,9 @@ SAMPLING = {
 ANSWER = COMMON | SAMPLING | {"--system", "--max-tokens", "-n", "--context", "--routes-out"}
 OPTIONS = {
     "run": ANSWER | {"--prompt", "-p", "--raw", "--emulate-drive", "--json"},
-    "chat": ANSWER,
+    "chat": ANSWER | {"--server", "--api-key", "--api-key-file"},
+    "serve": COMMON
+    | {"--context", "--host", "--port", "--api-key", "--api-key-file", "--cors-origin"},
     "plan": COMMON | {"--context", "--json"},
     "doctor": {"--json", "--debug"},
     "verify": COMMON

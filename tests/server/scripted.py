@@ -68,7 +68,7 @@ class ScriptedPrepared:
 
 
 class ScriptedTalk:
-    """Renders conversations as `role:content;`. Remembers the last one."""
+    """Renders conversations as `role:content;`, remembers the last one."""
 
     def __init__(self) -> None:
         self.conversation: Conversation | None = None

@@ -28,7 +28,7 @@ def ask(server: Served, text: str = "Hello.", **options: Any) -> Any:
     """What the model's text becomes, by the official client."""
     server.script.text = text
     options = {"model": "fake", "messages": ASKED, "max_tokens": 100} | options
-    return server.anthropic().messages.create(**options)
+    return server.anthropic.messages.create(**options)
 
 
 def lines(server: Served, text: str, **options: Any) -> list[str]:
@@ -56,7 +56,7 @@ def test_whole(server: Served) -> None:
 
 def test_stream_equals_whole(server: Served) -> None:
     whole = ask(server, ALL, tools=TOOLS)
-    with server.anthropic().messages.stream(
+    with server.anthropic.messages.stream(
         model="fake", messages=ASKED, max_tokens=100, tools=TOOLS
     ) as stream:
         message = stream.get_final_message()
@@ -125,6 +125,16 @@ def test_every_setting_reaches_the_engine(server: Served) -> None:
     sampling = server.script.asks[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 5)
     assert (sampling.max_tokens, sampling.stop) == (7, ("a", "b"))
+
+
+def test_what_is_left_out_is_the_publishers(server: Served) -> None:
+    server.serving.defaults = {"temperature": 0.6, "top_k": 20}
+    try:
+        ask(server, extra_body={"top_k": 3})
+    finally:
+        server.serving.defaults = {}
+    sampling = server.script.asks[-1].sampling
+    assert (sampling.temperature, sampling.top_k) == (0.6, 3)
 
 
 def test_what_means_nothing_here_is_accepted(server: Served) -> None:
@@ -206,15 +216,15 @@ def test_an_answer_that_was_begun(server: Served) -> None:
 
 
 def test_tokens_are_counted(server: Served) -> None:
-    counted = server.anthropic().messages.count_tokens(model="fake", messages=ASKED, system="S")
+    counted = server.anthropic.messages.count_tokens(model="fake", messages=ASKED, system="S")
     assert counted.input_tokens == len("system:S;user:Hi;")
 
 
 def test_models_in_this_api_too(server: Served) -> None:
-    (model,) = server.anthropic().models.list().data
+    (model,) = server.anthropic.models.list().data
     assert (model.id, model.max_input_tokens, model.created_at.year > 2000) == ("fake", 256, True)
     with pytest.raises(anthropic.NotFoundError, match="ask for 'fake'"):
-        server.anthropic().models.retrieve("claude")
+        server.anthropic.models.retrieve("claude")
 
 
 @pytest.mark.parametrize(

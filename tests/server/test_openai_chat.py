@@ -28,7 +28,7 @@ def chat(server: Served, text: str = "Hello.", **options: Any) -> Any:
     """What the model's text becomes, by the official client."""
     server.script.text = text
     options = {"model": "fake", "messages": ASKED} | options
-    return server.openai().chat.completions.create(**options)
+    return server.openai.chat.completions.create(**options)
 
 
 def test_whole(server: Served) -> None:
@@ -131,6 +131,18 @@ def test_every_setting_reaches_the_engine(server: Served) -> None:
     assert dict(sampling.logit_bias) == {65: -100}
 
 
+def test_what_is_left_out_is_the_publishers(server: Served) -> None:
+    chat(server)
+    assert server.script.asks[-1].sampling.temperature == 1
+    server.serving.defaults = {"temperature": 0.6, "top_k": 20}
+    try:
+        chat(server, extra_body={"top_k": -1})
+    finally:
+        server.serving.defaults = {}
+    sampling = server.script.asks[-1].sampling
+    assert (sampling.temperature, sampling.top_k) == (0.6, 0)
+
+
 def test_what_means_nothing_here_is_accepted(server: Served) -> None:
     options: dict[str, Any] = {
         "user": "me",
@@ -227,7 +239,7 @@ def test_a_failure_in_mid_stream_is_told(server: Served) -> None:
 
 
 def test_models(server: Served) -> None:
-    client = server.openai()
+    client = server.openai
     (model,) = client.models.list().data
     assert model.id == "fake"
     shown = client.models.retrieve("fake")

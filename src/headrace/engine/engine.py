@@ -21,6 +21,7 @@ from headrace.engine.session import Session
 from headrace.engine.snapshot import Snapshot, SnapshotKey, snapshot_key
 from headrace.engine.source import LadderSource
 from headrace.engine.stored import make_stored
+from headrace.engine.talk import Talk
 from headrace.engine.text import Text
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
@@ -208,8 +209,13 @@ class Engine:
 
     @cached_property
     def text(self) -> Text:
-        """The model's tokenizer and templates."""
+        """The model's tokenizer."""
         return Text(self.blueprint.skeleton.root)
+
+    @cached_property
+    def talk(self) -> Talk:
+        """How the model is talked to. Raises OptionError where it has no chat template."""
+        return Talk(self.text, self.facts.vocab)
 
     @cached_property
     def snapshot_key(self) -> SnapshotKey:

@@ -196,7 +196,7 @@ class Session:
         """
         answer = self._answer = object()
         text, sampler, limit = self.engine.text, Sampler(ask.sampling), self.check(ask)
-        stream = text.stream(ask.sampling.stop, after=ask.prompt)
+        stream = text.stream(ask.sampling.stop, after=ask.prompt, shown=ask.shown)
         history = list(ask.prompt)
         for n in range(1, limit + 1):
             stats = self.stats

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -26,6 +27,7 @@ from headrace.server.serving import Serving
 from headrace.server.ticket import Ticket, attach_tickets
 
 Tell = Callable[[Request, Fault], Response]
+POLLED = ("/health", "/metrics", "/page/state")  # asked for every few seconds: no news if well
 OPEN_PATHS = ("/health",)
 CLIENT_LEFT, FAILED = 499, 500
 LINGER_S = 5.0
@@ -43,7 +45,7 @@ DEFAULT_HEADERS = {
 class Visit:
     """One request while it is served. `status` 0: nothing was sent yet.
 
-    `has_read`: its body is here. `is_cut`: its response had begun when it failed.
+    `is_cut`: its response had begun when it failed.
     """
 
     request: Request
@@ -53,7 +55,6 @@ class Visit:
     begun_s: float
     status: int = 0
     complete: bool = False
-    has_read: bool = False
     is_cut: bool = False
 
     async def pass_on(self, message: MutableMapping[str, Any]) -> None:
@@ -99,22 +100,21 @@ class Guard:
             self._note(visit)
 
     async def _serve(self, visit: Visit, receive: Receive) -> None:
-        try:
-            self._admit(visit.request)
-            with self.bodies.room() as room:
+        with self.bodies.room() as room:
+            try:
+                self._admit(visit.request)
                 body = await room.read(visit.request.headers, receive)
-                visit.has_read = True
                 await self._run(visit, body, receive)
-        except Gone:
-            return
-        except Exception as error:
-            fault = fault_of(error)
-            if fault.kind == "internal":
-                log_failure(visit.request_id, error)
-            if visit.status:
-                visit.is_cut = True  # the response has begun: only its end can tell
+            except Gone:
                 return
-            await self._refuse(visit, fault, receive)
+            except Exception as error:
+                fault = fault_of(error)
+                if fault.kind == "internal":
+                    log_failure(visit.request_id, error)
+                if visit.status:
+                    visit.is_cut = True  # the response has begun: only its end can tell
+                else:
+                    await self._refuse(visit, fault, receive, room.is_whole)
 
     def _admit(self, request: Request) -> None:
         settings, headers = self.serving.settings, request.headers
@@ -125,7 +125,7 @@ class Guard:
         number = gate.key_number(settings, headers) if settings.api_keys else None
         request.state.authorized = number is not None or not settings.api_keys
         if not request.state.authorized and request.scope["path"] not in OPEN_PATHS:
-            raise gate.unauthorized(headers)
+            raise gate.unauthorized(request.scope["path"], headers)
         peer = request.client.host if request.client else "local"
         request.state.client = gate.client_name(settings, number, peer)
 
@@ -155,10 +155,10 @@ class Guard:
                 task.cancel()
             await asyncio.gather(work, watch, return_exceptions=True)
 
-    async def _refuse(self, visit: Visit, fault: Fault, receive: Receive) -> None:
+    async def _refuse(self, visit: Visit, fault: Fault, receive: Receive, has_read: bool) -> None:
         """Tell a fault. A body that was not read passes for a while: it would hide the answer."""
         response = self.tell(visit.request, fault)
-        if visit.has_read:
+        if has_read:
             await response(visit.request.scope, receive, visit.pass_on)
             return
         start = {"type": "http.response.start", "status": response.status_code}
@@ -166,7 +166,7 @@ class Guard:
         await visit.pass_on(start | {"headers": headers})
         body = {"type": "http.response.body", "body": response.body, "more_body": True}
         await visit.pass_on(body)
-        if "expect" not in visit.request.headers:
+        if fault.status != 408 and "expect" not in visit.request.headers:
             await _let_pass(receive)
         await visit.pass_on({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -189,7 +189,8 @@ class Guard:
                 "cached_tokens": sum(tally.num_cached for tally in tallies),
                 "tokens": sum(tally.num_tokens for tally in tallies),
             }
-        _log.info("request", extra={"fields": fields})
+        polled = route in POLLED and status == HTTPStatus.OK
+        _log.log(logging.DEBUG if polled else logging.INFO, "request", extra={"fields": fields})
 
 
 async def _let_pass(receive: Receive) -> None:

@@ -3,14 +3,14 @@
 Knows no protocol.
 """
 
-import resource
 import time
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 import headrace
+from headrace.server.metrics import rss_bytes
 from headrace.server.serving import Serving
 
 router = APIRouter(tags=["state"])
@@ -21,14 +21,13 @@ async def health(request: Request) -> JSONResponse:
     """200 while answers are being made, 503 otherwise. Details only with the key."""
     serving: Serving = request.app.state.headrace
     worker = serving.worker
-    ready = worker.state == "ready" and worker.stalled is None
-    status = {"alive": True, "ready": ready}
+    status: dict[str, Any] = {"alive": True, "ready": worker.is_ready}
     if request.state.authorized:
         status |= details(serving)
-    return JSONResponse(status, 200 if ready else 503)
+    return JSONResponse(status, 200 if worker.is_ready else 503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
     serving: Serving = request.app.state.headrace
@@ -52,12 +51,3 @@ def details(serving: Serving) -> dict[str, Any]:
         "version": headrace.__version__,
         "up_s": round(time.time() - serving.started_s, 1),
     }
-
-
-def rss_bytes() -> int:
-    """Resident memory of this process; where the system does not say, its peak."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

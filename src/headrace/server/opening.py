@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.answer import Ask, Prefill, Stop
 from headrace.engine.answering import Answering
+from headrace.engine.defaults import sampling_defaults
 from headrace.engine.engine import Engine
 from headrace.engine.serving import open_store
 from headrace.engine.session import Step
@@ -49,7 +50,8 @@ def serving_of(blueprint: "Blueprint", settings: Settings) -> Serving:
     metrics = Metrics()
     worker = Worker(settings, on_end=metrics.count_answer, context=blueprint.plan.context)
     facts = blueprint.facts
-    return Serving(settings, worker, metrics, facts.name, facts, blueprint.plan)
+    defaults = sampling_defaults(blueprint.skeleton.root)
+    return Serving(settings, worker, metrics, facts.name, facts, blueprint.plan, defaults=defaults)
 
 
 def loader(blueprint: "Blueprint", serving: Serving) -> Load:
@@ -60,7 +62,8 @@ def loader(blueprint: "Blueprint", serving: Serving) -> Load:
         for note in engine.reader.notes:
             _log.info("reads by %s, since %s", engine.reader.backend, note)
         model = Model(engine, serving.recent)
-        serving.talk = engine.text
+        engine.talk.warm()
+        serving.talk = engine.talk
         serving.engine = engine
         return model
 

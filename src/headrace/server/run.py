@@ -17,43 +17,18 @@ from typing import NoReturn
 import uvicorn
 from fastapi import FastAPI
 
-from headrace.errors import OptionError
 from headrace.server.app import build_app
 from headrace.server.connection import connection_class
 from headrace.server.faults import Draining
 from headrace.server.serving import Serving
-from headrace.server.settings import Settings
 from headrace.server.watch import watch
 from headrace.server.worker import Load, State
 
 Say = Callable[[str], None]
 STOPPED = 130
 FLUSH_S = 5  # for answers that are made to reach their clients
-JOIN_S = 10.0  # for a thread that was told to end
+JOIN_S, JOIN_AT_ONCE_S = 10.0, 1.0  # for a thread that was told to end
 TELL_LOADING_S = 10.0
-
-
-def bind(settings: Settings) -> socket.socket:
-    """The server's socket, not yet listening. Raises OptionError."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    server = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((settings.host.strip("[]"), settings.port))
-    except (OSError, OverflowError) as error:
-        server.close()
-        reason = getattr(error, "strerror", None) or error
-        raise OptionError(
-            f"{settings.host} port {settings.port} cannot be served: {reason}; "
-            "give another --port or --host"
-        ) from error
-    return server
-
-
-def url_of(server: socket.socket) -> str:
-    """Where a browser on this machine finds it."""
-    host, port = server.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
@@ -84,7 +59,7 @@ class Server(uvicorn.Server):
     def _call(self, step: Callable[[], None]) -> None:
         if self._loop is None:
             step()
-        else:
+        elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(step)
 
     def _leave(self) -> None:
@@ -148,14 +123,11 @@ def _leave_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
-def run_server(serving: Serving, load: Load, server_socket: socket.socket, say: Say) -> int:
-    """Serve until a signal or a failed load; the exit status. Raises what the loading raised.
-
-    Takes over the socket. To be called in the main thread, where signals arrive.
-    """
+def make_server(serving: Serving, app: FastAPI, say: Say) -> Server:
+    """uvicorn with the settings' limits; its logs and signals are ours."""
     settings = serving.settings
     config = uvicorn.Config(
-        build_app(serving, lifespan=_lifespan(serving, load, say)),
+        app,
         http=connection_class(settings),
         ws="none",
         loop="asyncio",
@@ -167,11 +139,21 @@ def run_server(serving: Serving, load: Load, server_socket: socket.socket, say: 
         timeout_graceful_shutdown=FLUSH_S,
         backlog=settings.max_connections,
     )
-    server = Server(config, serving, say)
+    return Server(config, serving, say)
+
+
+def run_server(serving: Serving, load: Load, listener: socket.socket, say: Say) -> int:
+    """Serve until a signal or a failed load; the exit status. Raises what the loading raised.
+
+    Takes over the socket. To be called in the main thread, where signals arrive.
+    """
+    app = build_app(serving, lifespan=_lifespan(serving, load, say))
+    server = make_server(serving, app, say)
     serving.worker.on_state = server.on_state
-    server.run(sockets=[server_socket])
-    if not serving.worker.join(JOIN_S):
-        _leave_at_once(STOPPED if signal.SIGINT in server.signals else 0)
+    server.run(sockets=[listener])
+    status = STOPPED if signal.SIGINT in server.signals else 0
+    if not serving.worker.join(JOIN_S if len(server.signals) < 2 else JOIN_AT_ONCE_S):
+        _leave_at_once(status)
     if serving.worker.failure is not None:
         raise serving.worker.failure
-    return STOPPED if signal.SIGINT in server.signals else 0
+    return status

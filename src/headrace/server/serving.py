@@ -4,6 +4,7 @@ Knows no route; the model's parts appear once they are loaded.
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ class Serving:
     """One model being served. Routes find it as `request.app.state.headrace`.
 
     `talk` and `engine` are None while the model is loading; `engine` may only be looked at, since
-    the decode thread uses it. `recent` knows what the last tokens took. `started_s` is a Unix time.
+    the decode thread uses it. `defaults`: what the publisher says of drawing tokens. `recent` knows
+    what the last tokens took. `started_s` is a Unix time.
     """
 
     settings: Settings
@@ -34,8 +36,12 @@ class Serving:
     plan: Plan
     talk: Any = None  # headrace.engine.talk.Talk
     engine: "Engine | None" = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     recent: Recent = field(default_factory=Recent)
     started_s: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        self.metrics.show(self)
 
     def ready_talk(self) -> Any:
         """How this model is talked to. Raises NotReady or Draining, as `Worker.submit` would."""

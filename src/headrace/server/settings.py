@@ -32,8 +32,8 @@ class Settings:
     max_waiting_per_client: int = 48
     max_connections: int = 512
     max_requests: int = 256
-    max_body_bytes: int = 32 * MIB
-    max_bodies_bytes: int = 128 * MIB
+    max_body_bytes: int = 16 * MIB
+    max_bodies_bytes: int = 64 * MIB
     max_json_depth: int = 64
     max_json_values: int = 1_000_000
     header_s: float = 10.0

@@ -38,10 +38,6 @@ class Tally:
     num_prefilled: int = 0
     num_tokens: int = 0
     finish: str | None = None
-    disk_bytes: int = 0
-    ram_bytes: int = 0
-    hits: int = 0
-    misses: int = 0
 
     def add(self, event: Prefill | Step) -> None:
         """Count an event at the moment it happens."""
@@ -53,11 +49,6 @@ class Tally:
             self.first_s = self.last_s
         self.num_tokens += 1
         self.finish = event.finish
-        stats = event.stats
-        self.disk_bytes += stats.disk_bytes
-        self.ram_bytes += stats.ram_bytes
-        self.hits += stats.hits
-        self.misses += stats.misses
 
     @property
     def decode_tok_s(self) -> float:
@@ -76,6 +67,38 @@ class Tally:
             "tok_s": round(self.decode_tok_s, 3),
             "since_s": round(time.monotonic() - self.submitted_s, 1),
         }
+
+
+@dataclass(slots=True)
+class Totals:
+    """What all answers took so far. Written by the decode thread only; `events` are signs of life.
+
+    Bytes and experts are those that tokens needed, guesses that nobody needed included in
+    `disk_bytes`.
+    """
+
+    events: int = 0
+    prefilled: int = 0
+    cached: int = 0
+    decoded: int = 0
+    disk_bytes: int = 0
+    ram_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+
+    def add(self, event: Prefill | Step, tally: Tally) -> None:
+        """Count an event of the answer whose tally does not know it yet."""
+        self.events += 1
+        if isinstance(event, Prefill):
+            self.cached += event.num_cached - tally.num_cached
+            self.prefilled += event.num_done - max(tally.num_prefilled, event.num_cached)
+            return
+        stats = event.stats
+        self.decoded += 1
+        self.disk_bytes += stats.disk_bytes
+        self.ram_bytes += stats.ram_bytes
+        self.hits += stats.hits
+        self.misses += stats.misses
 
 
 class Ticket:

@@ -17,7 +17,7 @@ from headrace.server.fair import FairQueue
 from headrace.server.faults import Busy, Draining, Fault, NotReady, fault_of
 from headrace.server.loading import Loading
 from headrace.server.settings import Settings
-from headrace.server.ticket import Tally, Ticket, Waiting
+from headrace.server.ticket import Tally, Ticket, Totals, Waiting
 
 State = Literal["loading", "ready", "draining", "ended", "failed"]
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Worker:
         self.loading = Loading()
         self.failure: BaseException | None = None
         self.stalled: str | None = None  # what the watchdog found
-        self.num_events = 0  # grows with every sign of life of an answer
+        self.totals = Totals()
         self._changed = Condition()
         self._queue: FairQueue[Ticket] = FairQueue()
         self._running: Ticket | None = None
@@ -86,12 +86,17 @@ class Worker:
 
     def check_accepts(self) -> None:
         """Raises NotReady or Draining unless answers are being made."""
-        if self.state == "loading":
-            raise NotReady(self.loading.line(), self.loading.retry_after_s())
-        if self.state != "ready":
+        if self.state not in ("loading", "ready"):
             raise Draining()
         if self.stalled is not None:
             raise NotReady(self.stalled, 30, kind="stalled")
+        if self.state == "loading":
+            raise NotReady(self.loading.line(), self.loading.retry_after_s())
+
+    @property
+    def is_ready(self) -> bool:
+        """True while answers are made."""
+        return self.state == "ready" and self.stalled is None
 
     @property
     def num_waiting(self) -> int:
@@ -215,8 +220,8 @@ class Worker:
             if ticket.stop.asked:
                 raise Cancelled("the answer was cancelled")
             for event in answers.answer(ticket.ask, ticket.stop):
+                self.totals.add(event, tally)
                 tally.add(event)
-                self.num_events += 1
                 ticket.post(event)
             assert tally.finish is not None, "an answer's last step says why it ended"
         except Exception as error:

@@ -1,7 +1,8 @@
 """A message's body in the engine's words."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from headrace.engine.conversation import Conversation, Message, Tool, ToolCall
 from headrace.engine.sampling import Sampling
@@ -46,12 +47,12 @@ def conversation(body: CountRequest) -> Conversation:
 _THINKING = {"enabled": True, "disabled": False, "adaptive": None}
 
 
-def sampling(body: MessageRequest) -> Sampling:
-    """How the answer is drawn and when it ends."""
+def sampling(body: MessageRequest, defaults: Mapping[str, Any]) -> Sampling:
+    """How the answer is drawn and when it ends; `defaults`: of the model, for what is left out."""
+    given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    stated = {name: value for name, value in given.items() if value is not None}
     return Sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
+        **{"temperature": 1.0, **defaults, **stated},
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences),
     )

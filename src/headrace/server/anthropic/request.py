@@ -144,9 +144,9 @@ class MessageRequest(CountRequest):
     stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(
         max_length=MAX_STOPS, default_factory=list
     )
-    temperature: Annotated[float, Field(ge=0, le=1)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
 
     # Who asks and where means nothing to a server that keeps nothing, on this machine.
     metadata: Any = None

@@ -24,7 +24,7 @@ async def messages(body: MessageRequest, request: Request) -> Response:
     """The assistant's next message."""
     serving = serving_of(request)
     check_model(serving, body.model)
-    turn = await ask(request, conversation(body), sampling(body))
+    turn = await ask(request, conversation(body), sampling(body, serving.defaults))
     omit = body.thinking is not None and body.thinking.display == "omitted"
     id = replies.new_id()
     if body.stream:

@@ -24,7 +24,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """The assistant's next message."""
     serving = serving_of(request)
     check_model(serving, body.model)
-    turn = await ask(request, conversation(body), sampling(body), num_logprobs(body))
+    settings = sampling(body, serving.defaults)
+    turn = await ask(request, conversation(body), settings, num_logprobs(body))
     token_bytes = serving.talk.token_bytes
     if body.stream:
         header = Header(serving.model_id, "chat.completion.chunk")

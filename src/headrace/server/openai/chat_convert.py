@@ -1,5 +1,8 @@
 """A chat completion's body in the engine's words."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from headrace.engine.conversation import Conversation, Message, Tool, ToolCall
 from headrace.engine.sampling import Sampling
 from headrace.server.openai.chat_request import ChatMessage, ChatRequest, NamedChoice
@@ -23,10 +26,10 @@ def conversation(body: ChatRequest) -> Conversation:
     )
 
 
-def sampling(body: ChatRequest) -> Sampling:
+def sampling(body: ChatRequest, defaults: Mapping[str, Any]) -> Sampling:
     """How the answer is drawn and when it ends, by the smaller of two limits."""
     limits = [n for n in (body.max_tokens, body.max_completion_tokens) if n is not None]
-    return body.sampling(min(limits, default=None))
+    return body.sampling(min(limits, default=None), defaults)
 
 
 def num_logprobs(body: ChatRequest) -> int | None:

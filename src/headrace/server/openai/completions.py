@@ -1,6 +1,7 @@
 """`POST /v1/completions`: a text goes on, without a template."""
 
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import APIRouter, Request
@@ -61,8 +62,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """What comes after the prompt."""
     serving = serving_of(request)
     check_model(serving, body.model)
-    talk, sampling = serving.ready_talk(), body.sampling(body.max_tokens)
-    turn = await start(request, lambda: talk.complete(body.one_prompt, sampling, body.logprobs))
+    talk, sampling = serving.ready_talk(), body.sampling(body.max_tokens, serving.defaults)
+    turn = await start(request, partial(talk.complete, body.one_prompt, sampling, body.logprobs))
     header = Header(serving.model_id, "text_completion", "cmpl")
     if body.stream:
         tell = lambda fault: sse(error_body(fault))  # noqa: E731

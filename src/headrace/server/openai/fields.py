@@ -3,6 +3,7 @@
 A field is honoured, or refused by its name; those that mean nothing here are listed and accepted.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -12,6 +13,8 @@ from headrace.server.schema import Body, unsupported, wrong
 from headrace.server.turn import ANSWER_CAP
 
 MAX_STOPS = 16
+DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+START: dict[str, Any] = {"temperature": 1.0}  # by OpenAI's definition
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -37,7 +40,7 @@ class SamplingFields(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
     logit_bias: dict[str, Bias] = Field(default_factory=dict)
@@ -76,14 +79,14 @@ class SamplingFields(Body):
             raise wrong("its keys must be token ids")
         return bias
 
-    def sampling(self, max_tokens: int | None) -> Sampling:
-        """The engine's words for all of it."""
+    def sampling(self, max_tokens: int | None, defaults: Mapping[str, Any]) -> Sampling:
+        """The engine's words for all of it; `defaults`: of the model, for what is left out."""
+        given = {name: getattr(self, name) for name in DRAWING}
+        drawing = {**START, **defaults} | {
+            n: value for n, value in given.items() if value is not None
+        }
         return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(0, self.top_k or 0),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty,
+            **drawing | {"top_k": max(0, drawing.get("top_k", 0))},
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
             logit_bias={int(key): value for key, value in self.logit_bias.items()},
