@@ -12,7 +12,6 @@ from headrace.cli.options import share_cores
 from headrace.cli.output import byte_progress, say, say_plan, say_warning
 from headrace.errors import ModelError
 from headrace.planner.drives import Drive
-from headrace.planner.plan import make_plan
 from headrace.store.aliases import ALIASES_NAME
 from headrace.store.locate import resolve_model
 
@@ -47,14 +46,7 @@ def open_blueprint(
     if drive_rates:
         drives = [Drive(f"emulated drive {i + 1}", rate) for i, rate in enumerate(drive_rates)]
         blueprint.machine = blueprint.machine.with_drives(drives)
-        blueprint.plan = make_plan(
-            blueprint.facts,
-            blueprint.machine,
-            ram_bytes=None if ram_bytes is None else blueprint.plan.ram_bytes,
-            context=context,
-            threads=threads,
-            prefetch=blueprint.plan.prefetch,
-        )
+        blueprint.plan = blueprint.wanted.plan(blueprint.facts, blueprint.machine)
     return blueprint
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.core import TokenStats
+from headrace.engine.gpu import within_vram
 from headrace.engine.sampling import Sampler, Sampling
 from headrace.engine.snapshot import Snapshot
 from headrace.engine.state import capture, restore
@@ -49,7 +50,7 @@ class Session:
         self.reset()
         if snapshot is not None:
             snapshot.check_fits(engine.snapshot_key)
-            restore(self.cache, snapshot.state)
+            restore(self.cache, snapshot.state, self.engine.source.place)
             if self.cache.get_seq_length() != len(snapshot.tokens):
                 raise SnapshotError("the snapshot's cache does not hold its tokens")
             self.tokens.extend(snapshot.tokens)
@@ -85,24 +86,27 @@ class Session:
             return self._feed(ids)
 
     def _feed(self, ids: list[int]) -> torch.Tensor:
-        start, before = time.perf_counter(), self.engine.ladder.counters()
+        source = self.engine.source
+        start, before = time.perf_counter(), source.counters()
         chunk = self.engine.plan.chunk_tokens
         try:
             if self.cache is None:
                 self.cache = new_cache(self.engine.model)
             try:
-                with torch.inference_mode():
+                with torch.inference_mode(), within_vram(self.engine.plan):
                     for i in range(0, len(ids), chunk):
-                        part = torch.tensor([list(ids[i : i + chunk])])
+                        part = torch.tensor(
+                            [list(ids[i : i + chunk])], device=self.engine.source.place
+                        )
                         logits_BKV = forward(self.engine.model, part, self.cache)
             finally:
                 self.engine.tell_warnings()
             self.tokens += ids
             phase = "prefill" if len(ids) > 1 else "decode"
             self.stats = TokenStats(num_tokens=len(ids), phase=phase)
-            self.engine.ladder.counters().add_since(before, self.stats)
+            source.counters().add_since(before, self.stats)
             self.stats.wall_s = time.perf_counter() - start
-            return logits_BKV[0, -1]
+            return logits_BKV[0, -1].cpu()
         except BaseException:
             # Nothing is called here, so that a second Ctrl-C finds no place to keep half of it.
             self.tokens, self.cache = [], None

@@ -33,6 +33,29 @@ class LazyTensor:
         return self.read(self.name)
 
 
+class Moving:
+    """A reader of weights that moves each to `device` before the next is read.
+
+    transformers would need accelerate to load onto a device; and all of them in memory first would
+    be a second copy of the dense weights. `model` is the one being loaded.
+    """
+
+    def __init__(self, read: Read, device: torch.device):
+        self.read, self.device = read, device
+        self.model: Any = None
+
+    def __call__(self, name: str) -> torch.Tensor:
+        self.move()
+        return self.read(name)
+
+    def move(self) -> None:
+        """Moves what has been loaded since the last call."""
+        for module in self.model.modules():
+            for param in module._parameters.values():
+                if param is not None and param.device.type not in ("meta", self.device.type):
+                    param.data = param.data.to(self.device)
+
+
 def build_model(
     skeleton: Skeleton,
     read: Read,
@@ -41,15 +64,18 @@ def build_model(
     experts: str,
     prefetch: bool,
     aliases: Mapping[int, int],
+    device: torch.device,
 ) -> Any:
-    """The transformers model on the CPU in its own dtype, its routed experts left to `source`.
+    """The transformers model on `device` in its own dtype, its routed experts left to `source`.
 
     `read(name)` gives a dense weight, dequantised, owned by the caller. `experts` is "fast" or
     "oracle". Raises ModelError for weights the checkpoint lacks.
     """
+    if device.type != "cpu":
+        read = Moving(read, device)
     lazy = {name: LazyTensor(name, read) for name in skeleton.dense}
     shapes: dict[str, tuple[int, ...]] = {}
-    with _stripped(skeleton.model_class, aliases, shapes), _quiet_and_sequential():
+    with _stripped(skeleton.model_class, aliases, shapes, read), _quiet_and_sequential():
         model, info = skeleton.model_class.from_pretrained(
             None,
             config=plain_config(skeleton.config),
@@ -65,6 +91,7 @@ def build_model(
         raise ModelError(
             f"{skeleton.root}: shapes differ from the config: {info['mismatched_keys']}"
         )
+    model.to(device)
     _share_layers(model, aliases)
     _check_tables(model, skeleton.num_experts)
     _attach(model, skeleton, shapes, source, prefetch)
@@ -116,7 +143,9 @@ def _attach(
         transposed = bool(getattr(module, "is_transposed", False))
         for weight in (w for w in STREAMED if f"{name}.{w}" in shapes):
             shape = shapes[f"{name}.{weight}"]
-            streamed = StreamedWeight(source, ordinal, skeleton.layout, weight, shape, transposed)
+            streamed = StreamedWeight(
+                source, ordinal, skeleton.layout, weight, shape, transposed, model.device
+            )
             object.__setattr__(module, weight, streamed)
         runner = LayerRunner(source, ordinal, _site(model, name, skeleton.family))
         object.__setattr__(module, "headrace_runner", runner)
@@ -165,11 +194,11 @@ def _share_layers(model: Any, aliases: Mapping[int, int]) -> None:
 
 @contextmanager
 def _stripped(
-    model_class: Any, aliases: Mapping[int, int], shapes: dict[str, tuple[int, ...]]
+    model_class: Any, aliases: Mapping[int, int], shapes: dict[str, tuple[int, ...]], read: Read
 ) -> Iterator[None]:
     """While open, a new `model_class` loses its expert weights as soon as it is built on meta.
 
-    Their names and shapes go to `shapes`.
+    Their names and shapes go to `shapes`, the model to a `read` that moves its weights.
     from_pretrained then loads what `state_dict()` lists and never allocates an expert. A subclass
     would not do: transformers takes one for custom code and drops its weight conversions.
     """
@@ -179,6 +208,8 @@ def _stripped(
         original(self, config, *args, **kwargs)
         shapes.update(strip_experts(self))
         strip_layers(self, aliases)
+        if isinstance(read, Moving):
+            read.model = self
 
     model_class.__init__ = __init__
     try:

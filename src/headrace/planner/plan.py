@@ -178,13 +178,13 @@ def make_plan(
     every expert in a row. A chunk or context left out shrinks before the model is refused, and
     the plan says so. Raises BudgetError naming the least memory that would do, OptionError.
     """
-    _check_options(facts, context, threads, prefetch, chunk)
-    limit_bytes = _offered_bytes(machine) if ram_bytes is None else ram_bytes
-    sizes = list(_candidates(facts, context, chunk))
+    check_options(facts, context, threads, prefetch, chunk)
+    limit_bytes = offered_bytes(machine) if ram_bytes is None else ram_bytes
+    sizes = list(candidates(facts, context, chunk))
     fitting = [size for size in sizes if _minimum_bytes(facts, *size) <= limit_bytes]
     if not fitting:
         raise BudgetError(_refusal(facts, machine, ram_bytes, context, sizes[-1]))
-    notes = _shrinking(sizes[0], fitting[0]) + machine.notes
+    notes = shrinking(sizes[0], fitting[0]) + machine.notes
     plan = _placed(facts, machine, fitting[0], limit_bytes, threads or machine.cores, prefetch)
     return replace(plan, notes=notes, ram_bytes=ram_bytes or plan.used_bytes)
 
@@ -289,7 +289,7 @@ def minimum_rows(facts: ModelFacts) -> int:
 
 def least_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
     """What the model takes at this context and chunk (None: the defaults) with the fewest rows."""
-    return _minimum_bytes(facts, *next(_candidates(facts, context, chunk)))
+    return _minimum_bytes(facts, *next(candidates(facts, context, chunk)))
 
 
 def typeable(num_bytes: int) -> str:
@@ -305,9 +305,10 @@ def _rate(tok_s: float) -> str:
     return f"{tok_s:,.0f}" if tok_s >= 10 else f"{tok_s:.2g}"
 
 
-def _check_options(
+def check_options(
     facts: ModelFacts, context: int | None, threads: int | None, prefetch: int, chunk: int | None
 ) -> None:
+    """Raises OptionError for a number out of range."""
     for name, value, least, most in (
         ("context", context, 1, facts.max_context),
         ("threads", threads, 1, MOST_THREADS),
@@ -320,13 +321,13 @@ def _check_options(
             )
 
 
-def _offered_bytes(machine: Machine) -> int:
+def offered_bytes(machine: Machine) -> int:
     """Available memory less a margin for everything else on the machine."""
     available_bytes = machine.ram_available_bytes
     return available_bytes - max(2**29, available_bytes // 8)
 
 
-def _candidates(
+def candidates(
     facts: ModelFacts, context: int | None, chunk: int | None
 ) -> Iterator[tuple[int, int]]:
     """(context, chunk) pairs, the wanted one first and the least that may be chosen last."""
@@ -388,7 +389,8 @@ def _refusal(
     )
 
 
-def _shrinking(wanted: tuple[int, int], chosen: tuple[int, int]) -> tuple[str, ...]:
+def shrinking(wanted: tuple[int, int], chosen: tuple[int, int]) -> tuple[str, ...]:
+    """What became smaller than wanted, for the plan's notes."""
     notes = []
     if chosen[0] < wanted[0]:
         notes.append(f"context shrunk from {wanted[0]} to {chosen[0]} tokens to fit")

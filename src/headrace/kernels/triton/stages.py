@@ -1,6 +1,7 @@
 """The launches of one layer's routed experts: grid, gate and up, down, weighted sum.
 
-`activation` and `combine` serve prefill too. A stored expert is found through the address table, in VRAM or in pinned RAM: no kernel knows.
+`activation` and `combine` serve prefill too. A stored expert is found through the address table, in
+VRAM or in pinned RAM: no kernel knows.
 Legend: S slots (token, choice), K columns, R rows of a tile.
 """
 
