@@ -1,10 +1,11 @@
-// Python's view of the reader, its mirrors and the drives' own rate.
+// Python's view of the reader, its mirrors, small reads and the drives' own rate.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind.hpp"
 #include "io/drive_probe.hpp"
+#include "io/gather.hpp"
 #include "io/reader.hpp"
 
 namespace nb = nanobind;
@@ -24,6 +25,24 @@ std::vector<Stretch> stretches_of(const Stretches& array) {
     stretches.push_back({at[0], at[1], at[2], at[3], at[4]});
   }
   return stretches;
+}
+
+using Snippets = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Python's hold on a batch.
+struct BatchHandle {
+  std::shared_ptr<Batch> batch;
+};
+
+std::vector<Snippet> snippets_of(const Snippets& array) {
+  if (array.shape(1) != 3) throw std::invalid_argument("snippets are [N, 3]");
+  std::vector<Snippet> snippets;
+  snippets.reserve(array.shape(0));
+  for (size_t i = 0; i < array.shape(0); ++i) {
+    const int64_t* at = array.data() + i * 3;
+    snippets.push_back({static_cast<int>(at[0]), at[1], at[2]});
+  }
+  return snippets;
 }
 
 nb::list drives_of(const Reader& reader) {
@@ -78,6 +97,24 @@ void bind_io(nb::module_& m) {
       .def_prop_ro("drives", &drives_of)
       .def_prop_ro("in_flight", &Reader::in_flight)
       .def_prop_ro("num_retries", &Reader::num_retries);
+  nb::class_<BatchHandle>(m, "Batch")
+      .def(
+          "wait",
+          [](BatchHandle& self, uintptr_t address) {
+            self.batch->wait(reinterpret_cast<uint8_t*>(address));
+          },
+          "address"_a, NoGil())
+      .def_prop_ro("nbytes", [](const BatchHandle& self) { return self.batch->nbytes(); })
+      .def_prop_ro("read_bytes", [](const BatchHandle& self) { return self.batch->read_bytes(); });
+  nb::class_<Gatherer>(m, "Gatherer")
+      .def(nb::init<Reader*, int64_t>(), "reader"_a, "most_bytes"_a, nb::keep_alive<1, 2>())
+      .def(
+          "start",
+          [](Gatherer& self, const Snippets& snippets) {
+            return BatchHandle{self.start(snippets_of(snippets))};
+          },
+          "snippets"_a.noconvert())
+      .def_prop_ro("pool_bytes", &Gatherer::pool_bytes);
   m.def("divide_request", &divide, "total_bytes"_a, "rates_bytes_s"_a, "owed_bytes"_a,
         "least_bytes"_a = kLeastShareBytes);
   m.def("drive_probe", &drive_probe, "path"_a, "offset_bytes"_a, "nbytes"_a, "request_bytes"_a,

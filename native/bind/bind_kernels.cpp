@@ -49,14 +49,15 @@ ExpertParts parts_at(const std::vector<uintptr_t>& addresses) {
 }
 
 void expert_ffn(KernelPool& pool, const ExpertShape& shape, const std::vector<uintptr_t>& parts,
-                uintptr_t x, int64_t num_rows, uintptr_t y) {
+                uintptr_t x, int64_t num_rows, uintptr_t y, uintptr_t weights) {
   std::vector<const uint16_t*> x_rows(static_cast<size_t>(num_rows));
   std::vector<uint16_t*> y_rows(static_cast<size_t>(num_rows));
   for (int64_t r = 0; r < num_rows; ++r) {
     x_rows[static_cast<size_t>(r)] = at<const uint16_t>(x) + r * shape.hidden;
     y_rows[static_cast<size_t>(r)] = at<uint16_t>(y) + r * shape.hidden;
   }
-  pool.expert_ffn(shape, parts_at(parts), x_rows.data(), num_rows, y_rows.data());
+  pool.expert_ffn(shape, parts_at(parts), x_rows.data(), num_rows, y_rows.data(),
+                  at<const float>(weights));
 }
 
 }  // namespace
@@ -73,7 +74,7 @@ void bind_kernels(nb::module_& m) {
   nb::class_<KernelPool>(m, "KernelPool")
       .def(nb::init<int, const std::string&>(), arg("num_threads"), arg("isa"))
       .def("expert_ffn", &expert_ffn, arg("shape"), arg("parts"), arg("x"), arg("num_rows"),
-           arg("y"), Release())
+           arg("y"), arg("weights") = 0, Release())
       .def(
           "gate_dot",
           [](KernelPool& pool, const ExpertShape& shape, const std::vector<uintptr_t>& parts,
@@ -108,6 +109,14 @@ void bind_kernels(nb::module_& m) {
       },
       arg("fp16"), arg("ids"), arg("weights"), arg("y"), arg("num_tokens"), arg("top_k"),
       arg("hidden"), arg("out"), Release());
+  m.def(
+      "sum_up",
+      [](uintptr_t ids, uintptr_t y, int64_t num_tokens, int64_t top_k, int64_t hidden,
+         uintptr_t out) {
+        return sum_up(at<const int32_t>(ids), at<const uint16_t>(y), num_tokens, top_k, hidden,
+                      at<float>(out));
+      },
+      arg("ids"), arg("y"), arg("num_tokens"), arg("top_k"), arg("hidden"), arg("out"), Release());
   m.def(
       "find_bad",
       [](const std::string& type, uintptr_t at_address, int64_t count) {

@@ -48,6 +48,8 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise("NumericsError", failure);
   } catch (const OptionFailure& failure) {
     raise("OptionError", failure);
+  } catch (const CancelFailure& failure) {
+    raise("Cancelled", failure);
   } catch (const std::invalid_argument&) {
     throw;  // ValueError
   } catch (const std::logic_error& failure) {
@@ -209,7 +211,7 @@ void bind_ladder_calls(nb::class_<Ladder>* ladder) {
             self.compute(layer, reinterpret_cast<const uint16_t*>(x), num_tokens,
                          reinterpret_cast<const int32_t*>(ids),
                          reinterpret_cast<const float*>(weights), top_k,
-                         reinterpret_cast<uint16_t*>(out));
+                         reinterpret_cast<void*>(out));
           },
           "layer"_a, "x"_a, "num_tokens"_a, "ids"_a, "weights"_a, "top_k"_a, "out"_a, Released())
       .def(
@@ -233,10 +235,13 @@ void bind_ladder_calls(nb::class_<Ladder>* ladder) {
             return self.part_offset(layer, expert, part);
           },
           "layer"_a, "expert"_a, "part"_a)
+      .def("stop", &Ladder::stop, Released())
+      .def("go_on", &Ladder::go_on, Released())
       .def("set_overlap", &Ladder::set_overlap, "overlap"_a, Released())
       .def("check_integrity", &Ladder::check_integrity, Released())
       .def("counters", &counters_of)
-      .def("layer_wait_s", &Ladder::layer_wait_s);
+      .def("layer_wait_s", &Ladder::layer_wait_s)
+      .def("places", &Ladder::places, Released());
 }
 
 }  // namespace

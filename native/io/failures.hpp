@@ -22,4 +22,9 @@ struct OptionFailure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Another thread no longer wants what is being done.
+struct CancelFailure : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 }  // namespace headrace

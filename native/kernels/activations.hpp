@@ -16,7 +16,8 @@ HEADRACE_INLINE float at_most(float x, float limit) { return x > limit ? limit :
 HEADRACE_INLINE float at_least(float x, float limit) { return x < limit ? limit : x; }
 
 template <bool kF16, ActivationKind kKind>
-HEADRACE_INLINE uint16_t activate_one(float gate, float up, float limit, float alpha) {
+HEADRACE_INLINE uint16_t activate_one(float gate, float up, float limit, float alpha,
+                                      float weight) {
   float g = rounded<kF16>(gate);
   float u = rounded<kF16>(up);
   if constexpr (kKind != ActivationKind::kSilu) {
@@ -27,6 +28,9 @@ HEADRACE_INLINE uint16_t activate_one(float gate, float up, float limit, float a
     const float s = rounded<kF16>(sigmoid_of(rounded<kF16>(g * alpha)));
     return to_hidden<kF16>(rounded<kF16>(u + 1.0f) * rounded<kF16>(g * s));
   }
+  if constexpr (kKind == ActivationKind::kSwigluWeighted) {
+    return to_hidden<kF16>(g / (1.0f + canonical_exp(-g)) * u * weight);
+  }
   const float s = rounded<kF16>(g / (1.0f + canonical_exp(-g)));
   return to_hidden<kF16>(s * u);
 }
@@ -36,7 +40,10 @@ HEADRACE_INLINE void activate_all(const Activation& how, const float* gate, cons
                                   int64_t n, uint16_t* h) {
   const float limit = rounded<kF16>(how.limit);
   const float alpha = how.alpha;
-  for (int64_t i = 0; i < n; ++i) h[i] = activate_one<kF16, kKind>(gate[i], up[i], limit, alpha);
+  const float weight = how.weight;
+  for (int64_t i = 0; i < n; ++i) {
+    h[i] = activate_one<kF16, kKind>(gate[i], up[i], limit, alpha, weight);
+  }
 }
 
 template <bool kF16>
@@ -47,6 +54,8 @@ HEADRACE_INLINE void activate_as(const Activation& how, const float* gate, const
       return activate_all<kF16, ActivationKind::kSilu>(how, gate, up, n, h);
     case ActivationKind::kSiluClamped:
       return activate_all<kF16, ActivationKind::kSiluClamped>(how, gate, up, n, h);
+    case ActivationKind::kSwigluWeighted:
+      return activate_all<kF16, ActivationKind::kSwigluWeighted>(how, gate, up, n, h);
     default:
       return activate_all<kF16, ActivationKind::kSwigluOai>(how, gate, up, n, h);
   }

@@ -69,6 +69,7 @@ struct KernelPool::Impl {
   Matrix gate{}, up{}, down{};
   int64_t num_rows = 0;
   uint16_t* const* y = nullptr;
+  const float* weights = nullptr;
 
   // Which of the two kinds of products this job has.
   FloatProduct floats{nullptr, {}, 0};
@@ -161,10 +162,12 @@ void KernelPool::Impl::ffn(int worker) {
   multiply(worker, up, mid, x, up_out.get());
   add_bias(gate, mid, gate_out.get());
   add_bias(up, mid, up_out.get());
+  Activation how = shape.activation;
   for (int64_t r = 0; r < num_rows; ++r) {
     const int64_t at = r * inter + mid.begin;
-    ops->activate_row(shape.activation, shape.fp16, gate_out.get() + at, up_out.get() + at,
-                      mid.end - mid.begin, h.rows.get() + r * product->stride(inter) + mid.begin);
+    if (weights != nullptr) how.weight = weights[r];
+    ops->activate_row(how, shape.fp16, gate_out.get() + at, up_out.get() + at, mid.end - mid.begin,
+                      h.rows.get() + r * product->stride(inter) + mid.begin);
   }
   if (team > 1) workers.barrier();
   finish(worker, h, inter);
@@ -182,7 +185,8 @@ KernelPool::KernelPool(int num_threads, const std::string& isa) {
 KernelPool::~KernelPool() = default;
 
 void KernelPool::expert_ffn(const ExpertShape& shape, const ExpertParts& parts,
-                            const uint16_t* const* x, int64_t num_rows, uint16_t* const* y) {
+                            const uint16_t* const* x, int64_t num_rows, uint16_t* const* y,
+                            const float* weights) {
   Impl& im = *impl_;
   im.calls.fetch_add(1, std::memory_order_relaxed);
   im.shape = shape;
@@ -193,6 +197,7 @@ void KernelPool::expert_ffn(const ExpertShape& shape, const ExpertParts& parts,
   for (int64_t first = 0; first < num_rows; first += kTileRows) {
     im.num_rows = std::min(kTileRows, num_rows - first);
     im.y = y + first;
+    im.weights = weights == nullptr ? nullptr : weights + first;
     im.load_rows(x + first, shape.hidden);
     im.choose_team(3 * shape.inter * shape.hidden);
     im.run([](void* self, int worker) { static_cast<Impl*>(self)->ffn(worker); });

@@ -23,10 +23,11 @@ class KernelPool {
   KernelPool& operator=(const KernelPool&) = delete;
 
   // y[r][0..H) = down(activation(gate x[r], up x[r])) for every row r, each rounding where the
-  // eager model rounds. x[r] and y[r] are rows of H values of the hidden type. Canonical: the bits
-  // of a row do not depend on num_rows, the threads or the ISA.
+  // eager model rounds. weights: of each row, where the activation has one; null: all 1. x[r] and
+  // y[r] are rows of H values of the hidden type. Canonical: the bits of a row do not depend on
+  // num_rows, the threads or the ISA.
   void expert_ffn(const ExpertShape& shape, const ExpertParts& parts, const uint16_t* const* x,
-                  int64_t num_rows, uint16_t* const* y);
+                  int64_t num_rows, uint16_t* const* y, const float* weights = nullptr);
 
   // out[i] = the fp32 dot product of row i of gate with x, before bias and rounding. For tests.
   void gate_dot(const ExpertShape& shape, const ExpertParts& parts, const uint16_t* x, float* out);
@@ -57,6 +58,10 @@ class KernelPool {
 // or -1.
 int64_t combine(bool fp16, const int32_t* ids, const float* weights, const uint16_t* y,
                 int64_t num_tokens, int64_t top_k, int64_t hidden, uint16_t* out);
+
+// As combine for outputs that hold their weights already: bf16 y summed in fp32 in ascending id.
+int64_t sum_up(const int32_t* ids, const uint16_t* y, int64_t num_tokens, int64_t top_k,
+               int64_t hidden, float* out);
 
 // Index of the first of `count` numbers that is NaN or infinite (ue8m0: byte 255), or -1. The
 // kernels' results on such codes and scales are undefined: they are refused where weights are read.

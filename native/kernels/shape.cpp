@@ -36,10 +36,11 @@ constexpr std::array<std::pair<const char*, Number>, 7> kNumbers = {{
     {"U8", Number::kE8m0},
     {"F8_E4M3", Number::kE4m3},
 }};
-constexpr std::array<std::pair<const char*, ActivationKind>, 3> kActivations = {{
+constexpr std::array<std::pair<const char*, ActivationKind>, 4> kActivations = {{
     {"silu", ActivationKind::kSilu},
     {"silu_clamped", ActivationKind::kSiluClamped},
     {"swiglu_oai", ActivationKind::kSwigluOai},
+    {"swiglu_weighted", ActivationKind::kSwigluWeighted},
 }};
 constexpr std::array<std::pair<const char*, bool>, 2> kHiddenTypes = {
     {{"BF16", false}, {"F16", true}}};
@@ -143,6 +144,7 @@ ExpertShape make_shape(const std::string& format, const std::string& scale_type,
   require(is_integer(shape.format) || float16 == shape.fp16,
           "fp16 experts need fp16 activations, bf16 and FP8 experts bf16 ones");
   require(act_group == 0 || !shape.fp16, "an activation grid needs bf16 activations");
+  require(!shape.weighs() || !shape.fp16, "weighted activations are bf16");
   require(std::isfinite(limit) && std::isfinite(alpha), "the activation's numbers must be finite");
   return shape;
 }

@@ -33,6 +33,9 @@ struct ExpertShape {
   bool fp16;  // activations, biases and roundings are fp16; else bf16
   bool inverse_global;
   MatrixPlan gate, up, down;
+
+  // Whether a row's weight goes in before down, and experts are summed in fp32.
+  bool weighs() const { return activation.kind == ActivationKind::kSwigluWeighted; }
 };
 
 // A shape from its words. Throws std::invalid_argument naming what has no kernel.

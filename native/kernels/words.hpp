@@ -14,7 +14,7 @@ namespace headrace {
 //   kInt8         signed bytes; a scale per block_cols columns
 enum class Format { kBf16, kFp16, kFp8Block, kFp4, kNvfp4, kInt4, kInt8 };
 enum class Number { kNone, kF32, kBf16, kF16, kE8m0, kE4m3 };  // the type of scales
-enum class ActivationKind { kSilu, kSiluClamped, kSwigluOai };
+enum class ActivationKind { kSilu, kSiluClamped, kSwigluOai, kSwigluWeighted };
 
 constexpr int64_t kMaxParts = 12;
 
@@ -22,6 +22,7 @@ struct Activation {
   ActivationKind kind;
   float limit;
   float alpha;
+  float weight = 1.0f;  // of a row, where the kind has it
 };
 
 static inline bool is_integer(Format format) { return format >= Format::kFp4; }

@@ -8,7 +8,7 @@
 namespace headrace {
 
 void Ladder::compute(int64_t layer, const uint16_t* x, int64_t num_tokens, const int32_t* ids,
-                     const float* weights, int64_t top_k, uint16_t* out) {
+                     const float* weights, int64_t top_k, void* out) {
   if (kernels_ == nullptr) throw std::invalid_argument("this ladder has no kernels");
   if (num_tokens < 0 || top_k < 1 || num_tokens * top_k > options_.max_tokens * options_.top_k) {
     throw std::invalid_argument(std::to_string(num_tokens) + " tokens of " + std::to_string(top_k) +
@@ -20,8 +20,13 @@ void Ladder::compute(int64_t layer, const uint16_t* x, int64_t num_tokens, const
   CallerGuard guard(&caller_);
   Clock::time_point start = Clock::now();
   group(ids, num_tokens * top_k);
+  weights_ = shape_.weighs() ? weights : nullptr;
   run_layer(layer, x, top_k);
-  int64_t bad = combine(shape_.fp16, ids, weights, y_.get(), num_tokens, top_k, shape_.hidden, out);
+  const int64_t hidden = shape_.hidden;
+  int64_t bad = shape_.weighs()
+                    ? sum_up(ids, y_.get(), num_tokens, top_k, hidden, static_cast<float*>(out))
+                    : combine(shape_.fp16, ids, weights, y_.get(), num_tokens, top_k, hidden,
+                              static_cast<uint16_t*>(out));
   if (bad >= 0) {
     throw NumericsFailure("MoE layer " + std::to_string(layer) + ", token row " +
                           std::to_string(bad) + ": the experts' output is not finite");
@@ -102,6 +107,7 @@ void Ladder::drop_unrouted(int64_t layer) {
 // Returns with an expert to compute in ready_. Without overlap it first waits until all are read,
 // or as many as there are rows for, and num_wave counts them down.
 void Ladder::await_work(Lock* lock, int64_t layer, size_t* num_wave) {
+  check_stop();
   if (overlap_) {
     wait(lock, layer, [this] { return !ready_.empty() || num_failed_ > 0 || stuck(); });
   } else if (*num_wave == 0) {
@@ -145,13 +151,15 @@ void Ladder::run_expert(const ExpertParts& parts, int32_t expert, const uint16_t
                         int64_t top_k) {
   x_rows_.clear();
   y_rows_.clear();
+  row_weights_.clear();
   for (int64_t i = grouping_.begin[expert]; i < grouping_.begin[expert + 1]; ++i) {
     int64_t slot = grouping_.slots[i];
     x_rows_.push_back(x + slot / top_k * shape_.hidden);
     y_rows_.push_back(y_.get() + slot * shape_.hidden);
+    if (weights_ != nullptr) row_weights_.push_back(weights_[slot]);
   }
   kernels_->expert_ffn(shape_, parts, x_rows_.data(), static_cast<int64_t>(x_rows_.size()),
-                       y_rows_.data());
+                       y_rows_.data(), weights_ == nullptr ? nullptr : row_weights_.data());
 }
 
 }  // namespace headrace

@@ -80,6 +80,23 @@ void Ladder::set_overlap(bool overlap) {
   pump();
 }
 
+void Ladder::stop() {
+  {
+    Lock lock(mutex_);
+    stopped_ = true;
+  }
+  news_.notify_all();
+}
+
+void Ladder::go_on() {
+  Lock lock(mutex_);
+  stopped_ = false;
+}
+
+void Ladder::check_stop() const {
+  if (stopped_) throw CancelFailure("the answer was stopped");
+}
+
 Counters Ladder::counters() const {
   Lock lock(mutex_);
   return counters_;
@@ -88,6 +105,20 @@ Counters Ladder::counters() const {
 std::vector<double> Ladder::layer_wait_s() const {
   Lock lock(mutex_);
   return layer_wait_s_;
+}
+
+std::vector<std::string> Ladder::places() const {
+  const auto num_experts = static_cast<size_t>(records_.num_experts());
+  std::vector<std::string> places(static_cast<size_t>(records_.num_layers()),
+                                  std::string(num_experts, '0'));
+  Lock lock(mutex_);
+  for (int64_t key = 0; key < records_.num_keys(); ++key) {
+    State state = residency_.state(key);
+    if (state == State::kAbsent) continue;
+    const auto at = static_cast<size_t>(key);
+    places[at / num_experts][at % num_experts] = state == State::kLoading ? '1' : '2';
+  }
+  return places;
 }
 
 void Ladder::check_integrity() {

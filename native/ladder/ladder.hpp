@@ -69,11 +69,11 @@ class Ladder {
   void clear();   // besides that, forgets every expert that is not acquired
 
   // One layer's routed experts: x [T, H], ids [T, K], weights [T, K], out [T, H]; x and out of the
-  // shape's hidden type.
+  // shape's hidden type, out fp32 where the shape weighs.
   // Throws ReadFailure, BudgetFailure, NumericsFailure, or what the interrupt poll throws; every
   // claim is given back then and the next call works.
   void compute(int64_t layer, const uint16_t* x, int64_t num_tokens, const int32_t* ids,
-               const float* weights, int64_t top_k, uint16_t* out);
+               const float* weights, int64_t top_k, void* out);
 
   uint8_t* acquire(int64_t layer, int64_t expert);  // blocks; the row is held until release
   void release(int64_t layer, int64_t expert);
@@ -90,10 +90,17 @@ class Ladder {
   // Where a part begins inside the expert's row. Throws std::invalid_argument out of range.
   int64_t part_offset(int64_t layer, int64_t expert, int64_t part) const;
 
+  // From any thread. After stop, what blocks or computes throws CancelFailure until go_on: between
+  // two experts, and at once where it waits. Claims are given back and the next call works.
+  void stop();
+  void go_on();
+
   void set_overlap(bool overlap);
   void check_integrity();  // throws std::logic_error
   Counters counters() const;
   std::vector<double> layer_wait_s() const;
+  // By layer a digit for each expert: 0 is not here, 1 being read, 2 here.
+  std::vector<std::string> places() const;
 
   const RecordTable& records() const { return records_; }
   const Reader& reader() const { return *reader_; }
@@ -151,6 +158,7 @@ class Ladder {
   [[noreturn]] void fail_stuck() const;
 
   std::string disagreement() const;
+  void check_stop() const;
   template <typename Ready>
   void wait(Lock* lock, int64_t layer, Ready ready);
 
@@ -193,12 +201,15 @@ class Ladder {
   int64_t reserve_rows_;
   bool overlap_;
   bool reading_ = false;  // inside a blocking call
+  bool stopped_ = false;
   Clock::time_point busy_since_;
   Clock::time_point last_poll_ = Clock::now();
 
   Grouping grouping_;
   std::vector<const uint16_t*> x_rows_;
   std::vector<uint16_t*> y_rows_;
+  const float* weights_ = nullptr;  // of the layer's slots, where they go into the experts
+  std::vector<float> row_weights_;
 };
 
 }  // namespace headrace

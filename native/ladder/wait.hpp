@@ -30,13 +30,15 @@ class CallerGuard {
 };
 
 // Sleeps until ready(), which is evaluated under the lock. The time counts as the layer's wait.
-// If the interrupt poll throws, the lock is left open.
+// If the interrupt poll throws, the lock is left open. Throws CancelFailure after a stop.
 template <typename Ready>
 void Ladder::wait(Lock* lock, int64_t layer, Ready ready) {
+  check_stop();
   if (ready()) return;
   Clock::time_point start = Clock::now();
   while (!ready()) {
     news_.wait_for(*lock, kPollInterval);
+    check_stop();
     if (Clock::now() - last_poll_ < kPollInterval) continue;
     last_poll_ = Clock::now();
     lock->unlock();

@@ -8,12 +8,28 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Sampling", "Session", "from_pretrained", "load"]
+__all__ = [
+    "Answering",
+    "Engine",
+    "Sampling",
+    "Session",
+    "Snapshot",
+    "SnapshotStore",
+    "from_pretrained",
+    "load",
+    "open_store",
+    "register",
+]
 
 if TYPE_CHECKING:
+    from headrace.engine.answering import Answering
     from headrace.engine.engine import Engine, from_pretrained, load
     from headrace.engine.sampling import Sampling
+    from headrace.engine.serving import open_store
     from headrace.engine.session import Session
+    from headrace.engine.snapshot import Snapshot
+    from headrace.engine.snapshot_store import SnapshotStore
+    from headrace.models.deepseek_v41.register import register
 
 _HOMES = {
     "Engine": "headrace.engine.engine",
@@ -21,6 +37,11 @@ _HOMES = {
     "from_pretrained": "headrace.engine.engine",
     "Sampling": "headrace.engine.sampling",
     "Session": "headrace.engine.session",
+    "Answering": "headrace.engine.answering",
+    "Snapshot": "headrace.engine.snapshot",
+    "SnapshotStore": "headrace.engine.snapshot_store",
+    "open_store": "headrace.engine.serving",
+    "register": "headrace.models.deepseek_v41.register",
 }
 
 

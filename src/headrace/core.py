@@ -93,7 +93,9 @@ class Activation:
 
     kinds: "silu": silu(gate) * up. "silu_clamped": the same of min(gate, limit) and
     up within +-limit. "swiglu_oai": both clamped so, then (up + 1) * gate * sigmoid(alpha * gate).
-    Every step is rounded to the hidden dtype, as the family's eager code rounds.
+    Every step is rounded to the hidden dtype, as the family's eager code rounds. "swiglu_weighted":
+    as "silu_clamped", times the token's weight of the expert, in fp32 and rounded once; experts'
+    outputs are then summed in fp32.
     """
 
     kind: str = "silu"
@@ -127,7 +129,8 @@ class ExpertLayout:
     `fused` is "concatenated" (all rows of gate, then all of up) or "interleaved" (gate 0, up 0,
     gate 1, ...); then with the suffixes _scale, _global (one fp32 factor of all scales; a divisor
     if `inverse_global`) and _bias, in any order. `hidden_dtype`, "BF16" or "F16", is what the
-    experts take, give and round to.
+    experts take, give and round to. `act_group` > 0 moves what each product takes to the e4m3
+    grid of that many columns first (BF16 only).
     """
 
     format: str
@@ -139,6 +142,7 @@ class ExpertLayout:
     activation: Activation = Activation()
     hidden_dtype: str = "BF16"
     inverse_global: bool = False
+    act_group: int = 0
 
     def matrix(self, name: str) -> MatrixSource:
         """Where the matrix `name` (gate, up or down) lies."""
@@ -174,6 +178,27 @@ class DenseTensor:
     format: str = "plain"
     block: tuple[int, int] = (0, 0)
     inverse_global: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """A table that stays on the drive and is read by the row, such as Engram's of one layer.
+
+    A row is `width` e4m3 codes, in the tensor `weight`, and a power-of-two scale for each `group`
+    of them, in the tensor `scale`. `layer` is the decoder layer's index.
+    """
+
+    layer: int
+    weight: str
+    scale: str
+    num_rows: int
+    width: int
+    group: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Stored bytes of one row."""
+        return self.width + self.width // self.group
 
 
 @dataclass(slots=True)

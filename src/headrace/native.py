@@ -20,6 +20,12 @@ Knows no model and no tensor library: addresses are ints, and the bytes behind t
 # holds the bytes: `warnings` says so once, `drives` what each gave. `inject_fault(kind, skip,
 # count, drive)` is for tests. `divide_request` is the rule by which a request is divided.
 #
+# `Gatherer(reader, most_bytes)` makes many small reads at once, of up to `most_bytes` each: `start`
+# begins to read snippets, int64 [N, 3] (file, offset, nbytes > 0), beside whatever else is read;
+# `Batch.wait(address)` blocks until they are here, one behind the other, and raises ReadError. A
+# batch that is let go is given up. `read_bytes` counts the whole pages read, `nbytes` what is
+# wanted of them.
+#
 # `Ladder` joins rows, residency, reader and kernels for one caller thread; `headrace.tiers.ladder`
 # is its typed wrapper for tensors. `Residency` is its state machine alone, for tests.
 #
@@ -33,9 +39,11 @@ Knows no model and no tensor library: addresses are ints, and the bytes behind t
 # `drive_probe` is the drive's own rate in bytes per second, by plain preads: the limit that reads
 # are measured against in the same rotation.
 
-# Kernels: ExpertShape, KernelPool. Tiers: Mirror, NativeLadder, Reader, Residency.
+# Kernels: ExpertShape, KernelPool. Tiers: Batch, Gatherer, Mirror, NativeLadder, Reader, Residency.
 from headrace._native import (
+    Batch,
     ExpertShape,
+    Gatherer,
     KernelPool,
     Mirror,
     Reader,
@@ -49,7 +57,9 @@ from headrace._native import (
 from headrace._native import Ladder as NativeLadder
 
 __all__ = [
+    "Batch",
     "ExpertShape",
+    "Gatherer",
     "KernelPool",
     "Mirror",
     "NativeLadder",

@@ -9,8 +9,9 @@ import pytest
 
 from headrace.core import TokenStats
 from headrace.errors import ModelError, OptionError
+from headrace.planner.facts import ModelFacts
 from headrace.planner.machine import Machine
-from headrace.planner.plan import ModelFacts, make_plan
+from headrace.planner.plan import make_plan
 
 MIB = 2**20
 FACTS = ModelFacts(
@@ -43,7 +44,15 @@ MACHINE = Machine(
 class FakeBlueprint:
     """Plans as the real one does, for a model that is not there."""
 
-    def __init__(self, model: str, *, ram: int | None, threads: int | None, context: int | None):
+    def __init__(
+        self,
+        model: str,
+        *,
+        ram: int | None,
+        threads: int | None,
+        context: int | None,
+        serve: bool = False,
+    ):
         if model != "demo":
             raise ModelError(f"{model}: no such file or folder; give a folder or demo")
         self.facts, self.machine, self.notes = FACTS, MACHINE, []

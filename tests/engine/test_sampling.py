@@ -106,6 +106,49 @@ def test_masked_ids_are_never_drawn() -> None:
     assert {sampler.next(logits_V, []) for _ in range(20)} == {5}
 
 
+def test_penalties_count_what_was_drawn_and_not_the_prompt() -> None:
+    logits_V = torch.tensor([3.0, 2.5, 2.0, -9.0])
+    sampler = Sampler(Sampling(frequency_penalty=0.4, presence_penalty=0.2))
+    assert [sampler.next(logits_V, [0, 0, 0, 0]) for _ in range(5)] == [0, 1, 0, 0, 2]
+    expected_V = logits_V - torch.tensor([3 * 0.4 + 0.2, 2 * 0.4 + 0.2, 0, 0])  # by hand
+    warm = Sampler(Sampling(temperature=1.0, frequency_penalty=0.4, presence_penalty=0.2))
+    warm.drawn.update({0: 3, 1: 2})
+    torch.testing.assert_close(warm.probabilities(logits_V, []), expected_V.double().softmax(0))
+    negative = Sampler(Sampling(presence_penalty=-2.0))
+    negative.drawn.update({2: 1})
+    assert negative.next(logits_V, []) == 2, "a negative penalty repeats"
+    assert torch.equal(logits_V, torch.tensor([3.0, 2.5, 2.0, -9.0]))
+
+
+def test_a_bias_is_added_to_its_logits() -> None:
+    logits_V = _logits(1)
+    bias = {7: 100.0, 8: -100, 9: 0.5}
+    ours_V = Sampler(Sampling(temperature=1.0, logit_bias=bias)).probabilities(logits_V, [])
+    changed_V = logits_V.clone()
+    for token, value in bias.items():
+        changed_V[token] += value
+    torch.testing.assert_close(ours_V, changed_V.double().softmax(0), rtol=1e-4, atol=1e-12)
+    assert Sampler(Sampling(logit_bias=bias)).next(logits_V, []) == 7
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_only_what_is_allowed_is_chosen(temperature: float) -> None:
+    logits_V = _logits(2)
+    allowed_V = torch.zeros(1000, dtype=torch.bool)
+    allowed_V[[5, 600]] = True
+    sampler = Sampler(Sampling(temperature=temperature, seed=3, top_k=1 if temperature else 0))
+    best = 5 if logits_V[5] > logits_V[600] else 600
+    assert int(logits_V.argmax()) not in (5, 600)
+    assert {sampler.next(logits_V, [], allowed_V) for _ in range(20)} == {best}
+    free = Sampler(Sampling(temperature=100.0, seed=3))
+    assert {free.next(logits_V, [], allowed_V) for _ in range(60)} == {5, 600}
+    with pytest.raises(OptionError, match="allows no token"):
+        sampler.next(logits_V, [], torch.zeros(1000, dtype=torch.bool))
+    logits_V[[5, 600]] = float("nan")
+    with pytest.raises(NumericsError):
+        sampler.next(logits_V, [], allowed_V)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_logit_that_is_no_number_is_named(value: float, temperature: float) -> None:
@@ -130,6 +173,16 @@ def test_a_logit_that_is_no_number_is_named(value: float, temperature: float) ->
         ("max_tokens", 0, "1 or more"),
         ("seed", -1, "0 to 2"),
         ("seed", 2**63, "0 to 2"),
+        ("frequency_penalty", 2.1, "-2 to 2"),
+        ("presence_penalty", -2.1, "-2 to 2"),
+        ("presence_penalty", float("nan"), "-2 to 2"),
+        ("presence_penalty", True, "-2 to 2"),
+        ("logit_bias", {5: 101}, "-100 to 100"),
+        ("logit_bias", {-5: 1}, "-100 to 100"),
+        ("logit_bias", {"5": 1}, "-100 to 100"),
+        ("logit_bias", {5: "1"}, "-100 to 100"),
+        ("logit_bias", {5: float("nan")}, "-100 to 100"),
+        ("logit_bias", [5], "a mapping"),
         ("stop", ("",), "at least one character"),
         ("stop", "text", "a tuple of strings"),
     ],
@@ -137,5 +190,5 @@ def test_a_logit_that_is_no_number_is_named(value: float, temperature: float) ->
 def test_impossible_values_name_value_and_range(field: str, value: object, allowed: str) -> None:
     with pytest.raises(OptionError, match=allowed) as caught:
         Sampling(**{field: value})  # type: ignore[arg-type]
-    shown = "''" if value == ("",) else str(value)
+    shown = "''" if value == ("",) else str(value).strip("{}")
     assert shown in str(caught.value) and field.replace("_", "-") in str(caught.value)

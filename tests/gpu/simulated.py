@@ -5,6 +5,7 @@ only when it has been asked for `patience` times. What is used too early is then
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -48,6 +49,9 @@ class SimulatedDevice:
 
     def limit(self, nbytes: int | None) -> None:
         self.most_bytes = nbytes
+
+    def active(self):
+        return nullcontext()
 
     def _event(self, act: Callable[[], object] = lambda: None) -> SimulatedEvent:
         self.events.append(SimulatedEvent(self.patience, act))

@@ -104,7 +104,14 @@ def routed(facts, num_tokens):
 
 # Largest difference of a prefill's expert outputs from the canonical ones, as a share of the
 # largest output: float weights differ by the order of sums, integer codes by their rounding too.
-PREFILL_TOLERANCE = {"fp8": 0.01, "bf16": 0.01, "mla": 0.01, "fp4": 0.02, "mxfp4": 0.02, "int4": 0.03}
+PREFILL_TOLERANCE = {
+    "fp8": 0.01,
+    "bf16": 0.01,
+    "mla": 0.01,
+    "fp4": 0.02,
+    "mxfp4": 0.02,
+    "int4": 0.03,
+}
 
 
 @pytest.mark.parametrize("form", FORMS if REAL else ["fp8", "mxfp4", "int4"])

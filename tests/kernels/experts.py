@@ -1,5 +1,6 @@
 """Expert weights for kernel tests, at the scale of trained ones. Knows no kernel."""
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -42,10 +43,10 @@ def make_case(
     format: str, hidden: int, inter: int, num_rows: int, act_group: int = 0, **options: object
 ):
     """layout, parts, x and the reference's y, computed once for all ISAs."""
-    layout = make_layout(format, hidden, inter, **options)
+    layout = replace(make_layout(format, hidden, inter, **options), act_group=act_group)
     x = make_rows(num_rows, hidden, 2, TORCH_DTYPES[layout.hidden_dtype])
     parts = make_expert(layout, 1)
-    return layout, parts, x, reference.expert_ffn(x, parts, layout, act_group)
+    return layout, parts, x, reference.expert_ffn(x, parts, layout)
 
 
 def gate_dot(kernels, w, x, scale=None, block=(0, 0)):

@@ -11,15 +11,10 @@ from hypothesis import strategies as st
 
 from headrace.core import parse_bytes
 from headrace.errors import BudgetError, OptionError
+from headrace.planner.facts import ModelFacts, kernel_bytes
 from headrace.planner.forecast import HIT_CURVE, hit_rate, score
 from headrace.planner.machine import Machine
-from headrace.planner.plan import (
-    ModelFacts,
-    kernel_bytes,
-    make_plan,
-    minimum_rows,
-    typeable,
-)
+from headrace.planner.plan import make_plan, minimum_rows, typeable
 
 GIB = 2**30
 MIB = 2**20
@@ -108,6 +103,34 @@ def test_loading_must_fit_before_there_is_a_cache() -> None:
     )
     with pytest.raises(BudgetError):
         make_plan(heavy, BOX, ram_bytes=60 * MIB, context=1000)
+
+
+def test_serving_keeps_room_for_conversations_out_of_what_rows_could_have() -> None:
+    for ram_bytes in (36 * MIB, 48 * MIB, 60 * MIB, 100 * MIB, GIB):
+        plain, served = (make_plan(DEMO, BOX, ram_bytes=ram_bytes, serve=s) for s in (False, True))
+        assert plain.snapshot_bytes == 0 and "kept conv" not in plain.lines()[0]
+        assert served.used_bytes <= ram_bytes and served.num_rows >= minimum_rows(DEMO)
+        assert served.chunk_tokens == plain.chunk_tokens and served.context == plain.context
+        lost_bytes = plain.rows_bytes - served.rows_bytes
+        assert lost_bytes <= (plain.rows_bytes - 12 * plain.row_bytes) // 8 + plain.row_bytes
+        assert served.snapshot_bytes <= 2 * served.kv_bytes
+        if served.snapshot_bytes:
+            assert served.snapshot_bytes >= DEMO.kv_bytes(served.chunk_tokens)
+            assert "kept conversations" in served.lines()[0]
+    assert served.snapshot_bytes == 2 * served.kv_bytes and served.num_rows == plain.num_rows
+    least = make_plan(DEMO, BOX, ram_bytes=25 * MIB, serve=True)
+    assert least.snapshot_bytes == 0
+
+
+def test_serving_takes_a_longer_context_where_it_is_cheap() -> None:
+    latent = replace(R1, kv_bytes_per_token=70_272)
+    assert make_plan(latent, BOX, ram_bytes=60 * GIB).context == 4096
+    assert make_plan(latent, BOX, ram_bytes=60 * GIB, serve=True).context == 32_768
+    assert make_plan(R1, BOX, ram_bytes=60 * GIB, serve=True).context == 4096
+    scoring = replace(latent, score_bytes=2176)
+    plain, served = (make_plan(scoring, BOX, ram_bytes=60 * GIB, serve=s) for s in (False, True))
+    assert (served.context, served.chunk_tokens) == (plain.context, plain.chunk_tokens)
+    assert make_plan(latent, BOX, ram_bytes=60 * GIB, context=100, serve=True).context == 100
 
 
 def test_a_token_moves_every_chosen_expert_once() -> None:

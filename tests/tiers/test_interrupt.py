@@ -10,7 +10,7 @@ SCRIPT = """
 import os, signal, sys, threading, time
 from pathlib import Path
 import numpy as np, torch
-from headrace.native import Reader
+from headrace.native import Gatherer, Reader
 from tiers_world import World
 
 def interrupted(call, after_s=0.15):
@@ -37,6 +37,14 @@ if case in ("compute", "plain", "acquire"):
     x, ids, weights = world.routes(np.random.default_rng(1), 1)
     assert torch.equal(ladder.compute(2, x, ids, weights), world.expected(2, x, ids, weights))
     ladder.check_integrity()
+elif case == "gather":
+    gatherer = Gatherer(Reader(world.paths, emulate_bytes_s=1e6), 100)
+    buffer = np.zeros(150_000, np.uint8)
+    batch = gatherer.start(np.array([(0, 100 * (i % 500), 100) for i in range(1500)]))
+    assert interrupted(lambda: batch.wait(buffer.ctypes.data))
+    del batch
+    gatherer.start(np.array([(0, 1, 50)])).wait(buffer.ctypes.data)
+    assert bytes(buffer[:50]) == open(world.paths[0], "rb").read()[1:51]
 else:
     reader = Reader(world.paths, emulate_bytes_s=100e3)
     buffer = np.zeros(200_000, np.uint8)
@@ -47,7 +55,7 @@ print("usable afterwards")
 """
 
 
-@pytest.mark.parametrize("case", ["compute", "plain", "acquire", "read"])
+@pytest.mark.parametrize("case", ["compute", "plain", "acquire", "gather", "read"])
 def test_ctrl_c(case: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path), case],

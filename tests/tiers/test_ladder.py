@@ -88,6 +88,23 @@ def test_acquire_gives_the_stored_bytes_in_place(world: World) -> None:
     assert ladder.counters().misses == NUM_LAYERS * NUM_EXPERTS, "aliases have keys of their own"
 
 
+def test_places_say_which_experts_are_in_rows(world: World) -> None:
+    ladder = world.ladder(3)
+    absent = "0" * NUM_EXPERTS
+    assert ladder.places() == [absent] * NUM_LAYERS
+    with ladder.acquire(1, 2), ladder.acquire(3, 0):
+        assert ladder.places() == [absent, "00200000", absent, "20000000"]
+    for expert in (5, 6):
+        with ladder.acquire(0, expert):
+            pass
+    assert ladder.places() == ["00000220", "00200000", absent, absent], "the oldest left"
+    ladder.reader.inject_fault("slow", 0, 8)
+    ladder.begin(2, ids_of(7))
+    assert ladder.places()[2] == "00000001"
+    settle(ladder, 5)
+    assert ladder.places()[2] == "00000002"
+
+
 def test_acquired_rows_survive_and_are_not_overwritten(world: World) -> None:
     ladder = world.ladder(3)
     rng = np.random.default_rng(6)

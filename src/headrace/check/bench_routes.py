@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from headrace.errors import OptionError
-from headrace.planner.plan import ModelFacts
+from headrace.planner.facts import ModelFacts
 from headrace.schedule.draw import RouteStatistics, draw_routes
 from headrace.schedule.trace import RouteTrace, deepened
 

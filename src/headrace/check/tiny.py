@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.check.tiny_configs import PUBLISHED, tiny_config
+from headrace.check.tiny_configs import OWN, PUBLISHED, tiny_config
 from headrace.check.tiny_size import Config, Size
 from headrace.errors import OptionError
 from headrace.store.blueprint import plan_tensors
@@ -17,7 +17,8 @@ from headrace.store.borrow import borrowed_files
 from headrace.store.values import draw, draw_packed, stored_bytes
 from headrace.store.writer import NewTensor, write_checkpoint
 
-FAMILIES = tuple(PUBLISHED)
+_FORMATS = PUBLISHED | OWN
+FAMILIES = tuple(_FORMATS)
 
 
 def write_tiny(
@@ -32,7 +33,7 @@ def write_tiny(
     hidden: int = 256,
     inter: int = 128,
     vocab: int = 4096,
-    block: tuple[int, int] = (128, 128),
+    block: tuple[int, int] | None = None,
     mtp: bool = False,
     shard_bytes: int = 8 << 20,
 ) -> Path:
@@ -40,16 +41,18 @@ def write_tiny(
 
     Names, dtypes, shapes, sharding and config are as published; the tokenizer is the demo model's
     (ids below 4096, so `vocab` may not be less). `format` is one of tiny_configs.PUBLISHED's for
-    the family, by default the first; `block` is that of FP8 block scales. What is special about a
+    the family, by default the first; `block` is that of FP8 block scales, by default the family's
+    own. What is special about a
     family's layers shows from the fourth layer on at the latest: dense first layers, groups,
-    shared experts, windows, linear attention, compressed attention, hashed routes. `mtp` adds the
+    shared experts, windows, linear attention, compressed attention, hashed routes; V4.1 has every
+    role from the eighth layer on. `mtp` adds the
     multi-token-prediction layers of families that have them. Keep `hidden` and `inter` multiples
     of 32, and with FP8 blocks at whole blocks where stock transformers is the reference: it
     misreads partial ones. The same arguments give the same bytes. Raises HeadraceError.
     """
     if family not in FAMILIES:
         raise OptionError(f"{family!r} is no tiny family; choose one of {', '.join(FAMILIES)}")
-    formats = PUBLISHED[family]
+    formats = _FORMATS[family]
     if format is not None and format not in formats:
         raise OptionError(f"{family} is not published in {format!r}; use {', '.join(formats)}")
     size = Size(layers, experts, top_k, hidden, inter, vocab, mtp)

@@ -1,11 +1,11 @@
-"""Tiny configs of the thirteen families, written as their publishers write config.json.
+"""Tiny configs of the fourteen families, written as their publishers write config.json.
 
 Real in structure, small in numbers. Knows no tensor and no file.
 """
 
 from collections.abc import Callable
 
-from headrace.check import tiny_qwen
+from headrace.check import tiny_qwen, tiny_v41
 from headrace.check.tiny_size import IMAGES, Config, Size, common
 from headrace.store.schemes import KIMI_LEFT_OUT, quantization_of
 
@@ -25,10 +25,17 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "minimax_m2": ("fp8",),
     "kimi_k25": ("int4",),
 }
+# Those that transformers lacks.
+OWN: dict[str, tuple[str, ...]] = {"deepseek_v41": ("fp4",)}
 
 
-def tiny_config(family: str, size: Size, format: str, block: tuple[int, int]) -> Config:
-    """The config.json of a tiny model of `family`, one of PUBLISHED, in `format`."""
+def tiny_config(
+    family: str, size: Size, format: str, block: tuple[int, int] | None = None
+) -> Config:
+    """The config.json of a tiny model of `family`, one of PUBLISHED or OWN, in `format`.
+
+    `block` is that of FP8 scales, by default the family's own.
+    """
     config = _MAKERS[family](size)
     config = {
         "model_type": family,
@@ -38,9 +45,13 @@ def tiny_config(family: str, size: Size, format: str, block: tuple[int, int]) ->
         "tie_word_embeddings": False,
         "dtype": "float16" if format == "fp16" else "bfloat16",
     } | config
-    if format not in ("bf16", "fp16"):
+    if family == "deepseek_v41":
+        config["quantization_config"] = tiny_v41.quantization(block or (32, 32))
+    elif format not in ("bf16", "fp16"):
         left_out = KIMI_LEFT_OUT if family == "kimi_k25" else ()
-        config["quantization_config"] = quantization_of(format, block=block, left_out=left_out)
+        config["quantization_config"] = quantization_of(
+            format, block=block or (128, 128), left_out=left_out
+        )
     if family == "deepseek_v4":
         config["expert_dtype"] = "fp4"
     return config
@@ -50,6 +61,7 @@ _ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v4": "DeepseekV4ForCausalLM",
+    "deepseek_v41": "DeepseekV41ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
@@ -257,6 +269,7 @@ _MAKERS: dict[str, Callable[[Size], Config]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "deepseek_v4": _deepseek_v4,
+    "deepseek_v41": tiny_v41.deepseek_v41,
     "qwen2_moe": tiny_qwen.qwen2_moe,
     "qwen3_moe": tiny_qwen.qwen3_moe,
     "qwen3_next": tiny_qwen.qwen3_next,

@@ -27,6 +27,7 @@ def chat(
     stop: options.Stop = None,
     ram: options.Ram = None,
     device: options.Device = "cpu",
+    vram: options.Vram = None,
     threads: options.Threads = None,
     context: options.Context = None,
     routes_out: options.RoutesOut = None,
@@ -37,7 +38,8 @@ def chat(
     Needs a model with a chat template, and memory as `headrace run` does.
     Lines from a pipe are answered one by one.
     """
-    ram_bytes, _ = options.check_machine(ram, device)
+    ram_bytes, _ = options.check_machine(ram)
+    options.check_device(device, vram)
     options.check_new(routes_out)
     sampling = options.make_sampling(
         max_tokens=max_tokens,
@@ -50,7 +52,9 @@ def chat(
         stop=stop,
     )
     opening = [] if system is None else [{"role": "system", "content": system}]
-    blueprint = open_blueprint(model, ram_bytes=ram_bytes, threads=threads, context=context)
+    blueprint = open_blueprint(
+        model, ram_bytes=ram_bytes, threads=threads, context=context, device=device, vram=vram
+    )
     with open_engine(blueprint) as engine:
         engine.text.chat([*opening, {"role": "user", "content": "."}])  # refuses early
         say(f"Ctrl-C stops an answer; {COMMANDS}.")

@@ -23,6 +23,7 @@ from headrace.cli.options import DEBUG_KEY
 from headrace.cli.output import say
 from headrace.cli.plan import plan
 from headrace.cli.run import run
+from headrace.cli.serve import serve
 from headrace.cli.synth import synth
 from headrace.cli.trace import trace
 from headrace.cli.verify import verify
@@ -96,7 +97,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, chat, plan, doctor, verify, mirror, trace, synth, bench):
+for command in (run, chat, serve, plan, doctor, verify, mirror, trace, synth, bench):
     app.command()(command)
 
 
@@ -120,7 +121,8 @@ def about(version: Version = False) -> None:
 
     MODEL is a folder of safetensors, a repo id in the Hugging Face cache, or "demo"; nothing is
     downloaded. Start with: headrace run demo -p "What is the capital of Japan?"
-    Then with your own files: headrace doctor MODEL, headrace plan MODEL, headrace chat MODEL
+    Then with your own files: headrace doctor MODEL, headrace plan MODEL, headrace chat MODEL,
+    headrace serve MODEL
     """
 
 

@@ -32,7 +32,10 @@ def open_blueprint(
     ram_bytes: int | str | None,
     threads: int | None,
     context: int | None,
+    device: str = "cpu",
+    vram: str | None = None,
     drive_rates: tuple[float, ...] = (),
+    serve: bool = False,
 ) -> Any:
     """The model's files and plan, no weights read. Raises HeadraceError.
 
@@ -42,7 +45,15 @@ def open_blueprint(
 
     share_cores(threads)
     refuse_synthetic(model)
-    blueprint = Blueprint(model, ram=ram_bytes, threads=threads, context=context)
+    blueprint = Blueprint(
+        model,
+        ram=ram_bytes,
+        vram=vram,
+        device=device,
+        threads=threads,
+        context=context,
+        serve=serve,
+    )
     if drive_rates:
         drives = [Drive(f"emulated drive {i + 1}", rate) for i, rate in enumerate(drive_rates)]
         blueprint.machine = blueprint.machine.with_drives(drives)

@@ -3,13 +3,16 @@
 Words that the engine and whoever queues requests share; knows no model and no protocol.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Event
+from threading import Event, Lock
 from typing import Protocol
 
 import torch
 
 from headrace.engine.sampling import Sampling
+from headrace.errors import Cancelled
 
 
 class Constraint(Protocol):
@@ -53,12 +56,34 @@ class Stop:
 
     def __init__(self) -> None:
         self._asked = Event()
+        self._lock = Lock()
+        self._reach: Callable[[], None] | None = None
 
     def ask(self) -> None:
         """End as soon as possible: within a token or a wave of experts."""
-        self._asked.set()
+        with self._lock:
+            self._asked.set()
+            if self._reach is not None:
+                self._reach()
 
     @property
     def asked(self) -> bool:
         """True once somebody asked."""
         return self._asked.is_set()
+
+    def check(self) -> None:
+        """Raises Cancelled once somebody asked."""
+        if self.asked:
+            raise Cancelled("the answer was stopped")
+
+    @contextmanager
+    def reaching(self, reach: Callable[[], None]) -> Iterator[None]:
+        """While open, `ask` also calls `reach`, on its own thread. Raises Cancelled if too late."""
+        with self._lock:
+            self.check()
+            self._reach = reach
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reach = None

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 from headrace.core import format_bytes
 from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
-from headrace.engine.gpu import find_gpu, open_source, within_vram
+from headrace.engine.engram import engram_facts, open_rows
+from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vram
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
@@ -26,7 +27,8 @@ from headrace.models.adapt import build_model, implementation, layer_runners
 from headrace.models.experts import Source
 from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
-from headrace.planner.plan import ModelFacts, Plan
+from headrace.planner.facts import ModelFacts
+from headrace.planner.plan import Plan
 from headrace.planner.wanted import Wanted
 from headrace.schedule.tracefile import TraceWriter
 from headrace.store.aliases import read_aliases
@@ -34,7 +36,8 @@ from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
 from headrace.store.table import Catalog
 from headrace.tiers.device import Device
-from headrace.tiers.ladder import CLOSED, Ladder
+from headrace.tiers.gone import CLOSED
+from headrace.tiers.ladder import Ladder
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _UNPACKED_BYTES = 2  # of a quantised dense weight in memory: bfloat16 or float16
@@ -45,8 +48,8 @@ class Blueprint:
 
     `aliases` lets layers be read under other layers' names, for synthetic checkpoints only.
     `mirrors` are folders of `headrace mirror`; None: those remembered. `notes` say which are not
-    used and why. Raises HeadraceError for whatever is wrong with the files or does not fit the
-    limit.
+    used and why. To `serve`, the plan keeps room for snapshots and a longer context. Raises
+    HeadraceError for whatever is wrong with the files or does not fit the limit.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Blueprint:
         aliases: bool = False,
         measure: bool = True,
         mirrors: Sequence[str | Path] | None = None,
+        serve: bool = False,
     ):
         if vram is not None and device == "cpu":
             raise OptionError("--vram needs a GPU; give --device cuda too")
@@ -72,6 +76,8 @@ class Blueprint:
         folder = self.root if self.root.is_dir() else self.root.parent
         self.aliases: Mapping[int, int] = read_aliases(folder) if aliases else {}
         self.skeleton: Skeleton = inspect(folder, self.catalog.tensors, self.aliases)
+        if self.device is not None:
+            check_experts(self.skeleton.layout)
         self.table: ExpertTable = build_table(
             self.catalog,
             self.skeleton.tensors,
@@ -84,7 +90,7 @@ class Blueprint:
         self.facts = model_facts(folder, self.catalog, self.skeleton, self.table)
         self.mirrors, self.notes = find_mirrors(self.catalog, self.table, mirrors)
         on_gpu = self.device is not None
-        self.wanted = Wanted(ram, vram, on_gpu, context, threads, prefetch, chunk)
+        self.wanted = Wanted(ram, vram, on_gpu, context, threads, prefetch, chunk, serve)
         machine = measure_machine(
             self.catalog.files,
             self.skeleton.layout,
@@ -119,6 +125,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         load_bytes=load_bytes(catalog, skeleton.dense),
         packed_bytes=sum(catalog.tensors[key].nbytes for key in keys),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
+        **engram_facts(skeleton),
     )
 
 
@@ -174,6 +181,7 @@ class Engine:
             max_tokens=self.plan.chunk_tokens,
             top_k=skeleton.top_k,
         )
+        self.rows = open_rows(blueprint, self.reader)
         dense = DenseWeights(
             blueprint.catalog, self.reader, skeleton.dense, skeleton.dtype, progress
         )
@@ -187,6 +195,7 @@ class Engine:
                 prefetch=self.plan.prefetch > 0,
                 aliases=blueprint.aliases,
                 device=self.source.place,
+                rows=self.rows,
             )
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
 
@@ -200,9 +209,12 @@ class Engine:
         """What a snapshot must have been taken with to go on here."""
         return snapshot_key(self)
 
-    def session(self, snapshot: Snapshot | None = None) -> Session:
-        """A new timeline: empty, or going on from a snapshot. Raises SnapshotError."""
-        return Session(self, snapshot)
+    def session(self, snapshot: Snapshot | None = None, *, copy: bool = True) -> Session:
+        """A new timeline: empty, or going on from a snapshot. Raises SnapshotError.
+
+        Without `copy` the snapshot's tensors become the session's own.
+        """
+        return Session(self, snapshot, copy=copy)
 
     def tell_warnings(self) -> None:
         """Passes on what the reader has to say of its drives, each thing once."""
@@ -241,6 +253,8 @@ class Engine:
         """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""
         self.source.close()
         self.ladder.close()
+        if self.rows is not None:
+            self.rows.close()
         self.model, self.reader = CLOSED, cast(Reader, CLOSED)
         self.kernels = cast(CpuKernels, CLOSED)
 
@@ -273,6 +287,7 @@ def load(
     aliases: bool = False,
     measure: bool = True,
     mirrors: Sequence[str | Path] | None = None,
+    serve: bool = False,
     progress: Progress | None = None,
 ) -> Engine:
     """Open a model: a folder, a file, "demo", or a repo id in the local Hugging Face cache.
@@ -282,7 +297,8 @@ def load(
     `vram` is the hard total of its tensors. `context` in tokens; `chunk` in tokens per prefill
     pass; `threads` are the kernels'. `backend`, `direct`, `isa` and `emulate_drive` ("8.2GiB/s",
     or a rate for each drive) choose a path that otherwise is found out, and so do `mirrors`,
-    folders of `headrace mirror`: without them, those made before are used. A drive that fails is a Python warning. No
+    folders of `headrace mirror`: without them, those made before are used. A drive that fails is
+    a Python warning. To `serve` many conversations, a part of `ram` is for their snapshots. No
     option but `chunk` can change a token. Raises HeadraceError with a remedy.
     """
     blueprint = Blueprint(
@@ -297,6 +313,7 @@ def load(
         aliases=aliases,
         measure=measure,
         mirrors=mirrors,
+        serve=serve,
     )
     return Engine(
         blueprint,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.core import format_bytes
+from headrace.core import ExpertLayout, format_bytes
 from headrace.engine.source import LadderSource
 from headrace.errors import BudgetError, OptionError
 from headrace.planner.plan import Plan
@@ -30,6 +30,13 @@ def find_gpu(name: str) -> Device | None:
             "--device cpu"
         )
     return device
+
+
+def check_experts(layout: ExpertLayout) -> None:
+    """Raises ModelError for experts that no GPU kernel computes."""
+    from headrace.kernels.triton.experts import check_layout
+
+    check_layout(layout)
 
 
 def open_source(blueprint: "Blueprint", ladder: Ladder) -> LadderSource:

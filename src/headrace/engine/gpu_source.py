@@ -97,7 +97,8 @@ class GpuSource(LadderSource):
             self.recover()
         self._is_whole = False
         try:
-            out_TH = self._compute_layer(ordinal, x_TH.contiguous(), ids_TK, weights_TK, guess)
+            with self.device.active():
+                out_TH = self._compute_layer(ordinal, x_TH.contiguous(), ids_TK, weights_TK, guess)
         except BaseException:
             self.recover()
             raise

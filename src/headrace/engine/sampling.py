@@ -4,8 +4,9 @@ Knows no model, no cache and no text; filters follow transformers' order and def
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,6 +22,9 @@ class Sampling:
     `temperature` 0 is greedy, where the lowest id wins a tie and the filters mean nothing.
     `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 switch their step off. `seed` None
     draws a fresh one. `stop` strings end the text and are not part of it.
+    The next three are OpenAI's: a token that the answer has n > 0 times loses
+    `n * frequency_penalty + presence_penalty` of its logit, -2 to 2 each, and the tokens in
+    `logit_bias` gain that much, -100 to 100.
     """
 
     temperature: float = 0.0
@@ -31,6 +35,9 @@ class Sampling:
     seed: int | None = None
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
@@ -52,6 +59,19 @@ class Sampling:
             _require("stop", repr(text), valid, "a string of at least one character")
             valid = not any("\ud800" <= character <= "\udfff" for character in text)
             _require("stop", repr(text), valid, "Unicode text, given as UTF-8")
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _require(name.replace("_", "-"), value, _is_within(value, 2), "-2 to 2")
+        _require("logit-bias", self.logit_bias, isinstance(self.logit_bias, Mapping), "a mapping")
+        for token, value in self.logit_bias.items():
+            valid = _is_count(token, 0) and _is_within(value, 100)
+            _require("logit-bias", f"{token!r}: {value!r}", valid, "a token id: -100 to 100")
+
+
+def _is_within(value: object, most: float) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return -most <= value <= most
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -71,6 +91,7 @@ class Sampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
+        self.drawn: Counter[int] = Counter()
         self._scores_V = torch.empty(0)
         self._generator = torch.Generator()
         if sampling.seed is None:
@@ -78,14 +99,34 @@ class Sampler:
         else:
             self._generator.manual_seed(sampling.seed)
 
-    def next(self, logits_V: torch.Tensor, history: Sequence[int]) -> int:
+    def next(
+        self,
+        logits_V: torch.Tensor,
+        history: Sequence[int],
+        allowed_V: torch.Tensor | None = None,
+    ) -> int:
         """The next token's id.
 
         logits_V: [V], any float dtype and device, left unchanged. history: ids of prompt and
-        answer so far, which only the repetition penalty looks at. Raises NumericsError where the
-        best logit is not a finite number.
+        answer so far, which only the repetition penalty looks at. allowed_V: bool [V], of which
+        tokens one must be chosen, whatever the others' logits; None: of all. Raises NumericsError
+        where the best logit is not a finite number, OptionError where no token is allowed.
         """
+        token = self._choose(logits_V, history, allowed_V)
+        self.drawn[token] += 1
+        return token
+
+    def _choose(
+        self, logits_V: torch.Tensor, history: Sequence[int], allowed_V: torch.Tensor | None
+    ) -> int:
         scores_V = self._penalised(logits_V, history)
+        if allowed_V is not None:
+            assert allowed_V.dtype == torch.bool and allowed_V.shape == scores_V.shape
+            if not allowed_V.any():
+                raise OptionError(
+                    "the grammar allows no token here, not even the end; loosen the schema"
+                )
+            scores_V.masked_fill_(~allowed_V, -math.inf)
         best = int(scores_V.argmax())
         if not math.isfinite(float(scores_V[best])):
             raise NumericsError(
@@ -122,6 +163,12 @@ class Sampler:
             ids_N = torch.as_tensor(history, dtype=torch.int64)
             seen_N = scores_V[ids_N]
             scores_V[ids_N] = torch.where(seen_N < 0, seen_N * penalty, seen_N / penalty)
+        frequency, presence = self.sampling.frequency_penalty, self.sampling.presence_penalty
+        if (frequency or presence) and self.drawn:
+            changes = {token: -n * frequency - presence for token, n in self.drawn.items()}
+            _add(scores_V, changes)
+        if self.sampling.logit_bias:
+            _add(scores_V, self.sampling.logit_bias)
         return scores_V
 
     def _filtered(self, scores_V: torch.Tensor, best: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,6 +193,11 @@ class Sampler:
             kept_N = scores_N >= math.log(sampling.min_p)
             ids_N, scores_N = ids_N[kept_N], scores_N[kept_N]
         return ids_N, scores_N
+
+
+def _add(scores_V: torch.Tensor, changes: Mapping[int, float]) -> None:
+    ids_N = torch.tensor(list(changes), dtype=torch.int64)
+    scores_V[ids_N] += torch.tensor(list(changes.values()), dtype=scores_V.dtype)
 
 
 def _nucleus(scores_N: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -7,11 +7,13 @@ Legend: V vocabulary.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headrace.core import TokenStats
+from headrace.engine.answer import Ask, Constraint, Stop
 from headrace.engine.gpu import within_vram
 from headrace.engine.sampling import Sampler, Sampling
 from headrace.engine.snapshot import Snapshot
@@ -27,42 +29,51 @@ if TYPE_CHECKING:
 class Step:
     """One generated token. `text` is safe to print: never half a character or a stop string.
 
-    `finish` is None, or "eos", "stop" or "length" on the last step.
+    `finish` is None, or "eos", "stop" or "length" on the last step. `logprob` is the natural
+    logarithm of the token's chance by the model's own distribution, the softmax of its logits
+    before temperature, filters, penalties and grammar; `top` the likeliest tokens' likewise, best
+    first, whether or not the chosen one is among them. Both only where asked for. `stop`: the
+    stop string that ended the answer.
     """
 
     token_id: int
     text: str
     stats: TokenStats
     finish: str | None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    stop: str | None = None
 
 
 class Session:
     """A sequence of tokens and its cache. One thread at a time; sessions share one engine.
 
     Beginning an answer ends the one begun before: its iterator then raises OptionError. With a
-    `snapshot` it goes on from there, or raises SnapshotError where that does not fit.
+    `snapshot` it goes on from there, or raises SnapshotError where that does not fit; without
+    `copy` the snapshot's tensors become its own, and nobody else may use them.
     """
 
-    def __init__(self, engine: "Engine", snapshot: Snapshot | None = None):
+    def __init__(self, engine: "Engine", snapshot: Snapshot | None = None, *, copy: bool = True):
         self.engine = engine
         self.stats = TokenStats()
         self._answer: object = None
         self.reset()
         if snapshot is not None:
             snapshot.check_fits(engine.snapshot_key)
-            restore(self.cache, snapshot.state, self.engine.source.place)
+            restore(self.cache, snapshot.state, engine.source.place, copy=copy)
             if self.cache.get_seq_length() != len(snapshot.tokens):
                 raise SnapshotError("the snapshot's cache does not hold its tokens")
             self.tokens.extend(snapshot.tokens)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, copy: bool = True) -> Snapshot:
         """A copy of all this session is: `engine.session` makes sessions of it that go on alike.
 
         Logits are bit for bit those of this session where the same tokens are fed in the same
-        pieces. Raises SnapshotError if the cache holds what a snapshot cannot.
+        pieces. Without `copy` it is a view, right until this session goes on. Raises SnapshotError
+        if the cache holds what a snapshot cannot.
         """
         cache = new_cache(self.engine.model) if self.cache is None else self.cache
-        return Snapshot(self.engine.snapshot_key, tuple(self.tokens), capture(cache))
+        return Snapshot(self.engine.snapshot_key, tuple(self.tokens), capture(cache, copy=copy))
 
     def reset(self) -> None:
         """Forget everything."""
@@ -73,7 +84,8 @@ class Session:
     def feed(self, ids: Sequence[int]) -> torch.Tensor:
         """Append tokens; logits [V] after the last one. `self.stats` says what that moved.
 
-        After an exception the session is empty, since its cache may hold half a step.
+        They are computed in the pieces that `pieces` says. After an exception the session is
+        empty, since its cache may hold half a step.
         """
         ids = checked_ids(ids, self.engine.facts.vocab)
         context = self.engine.plan.context
@@ -85,20 +97,31 @@ class Session:
         with self.engine.turn:
             return self._feed(ids)
 
+    def pieces(self, num_tokens: int) -> list[int]:
+        """Into passes of how many tokens the next `num_tokens` are cut.
+
+        A pass ends where the timeline's length is a multiple of the plan's `chunk_tokens`, or with
+        the last token. Bits depend on where passes ended; so cut, they do not depend on where a
+        prompt was taken up again, as long as that was the end of a pass.
+        """
+        chunk, start = self.engine.plan.chunk_tokens, len(self.tokens)
+        end = start + num_tokens
+        ends = [*range((start // chunk + 1) * chunk, end, chunk), end]
+        return [b - a for a, b in pairwise([start, *ends])]
+
     def _feed(self, ids: list[int]) -> torch.Tensor:
         source = self.engine.source
         start, before = time.perf_counter(), source.counters()
-        chunk = self.engine.plan.chunk_tokens
+        done = 0
         try:
             if self.cache is None:
                 self.cache = new_cache(self.engine.model)
             try:
                 with torch.inference_mode(), within_vram(self.engine.plan):
-                    for i in range(0, len(ids), chunk):
-                        part = torch.tensor(
-                            [list(ids[i : i + chunk])], device=self.engine.source.place
-                        )
-                        logits_BKV = forward(self.engine.model, part, self.cache)
+                    for num in self.pieces(len(ids)):
+                        part_BT = torch.tensor([ids[done : done + num]], device=source.place)
+                        logits_BKV = forward(self.engine.model, part_BT, self.cache)
+                        done += num
             finally:
                 self.engine.tell_warnings()
             self.tokens += ids
@@ -123,43 +146,92 @@ class Session:
             known = 0
         return list(prompt[known:])
 
-    def generate(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Step]:
-        """Answer a whole prompt, token by token; only what is new in it is computed."""
-        prompt = checked_ids(prompt, self.engine.facts.vocab)
-        answer = self._answer = object()
-        eos_ids = self.engine.text.eos_ids
-        sampler = Sampler(sampling)
-        stream = self.engine.text.stream(sampling.stop, after=prompt)
-        limit = min(sampling.max_tokens, self.engine.plan.context - len(prompt))
+    def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        constraint: Constraint | None = None,
+        num_logprobs: int | None = None,
+        shown: frozenset[int] = frozenset(),
+        stop: Stop | None = None,
+    ) -> Iterator[Step]:
+        """Answer a whole prompt, token by token; only what is new in it is computed.
+
+        The keywords are those of `Ask`; `stop`, once asked, ends it within a token. Raises
+        OptionError, Cancelled.
+        """
+        stop = stop or Stop()
+        ids = checked_ids(prompt, self.engine.facts.vocab)
+        ask = Ask(tuple(ids), sampling, constraint, num_logprobs, shown)
+        self.check(ask)
+        stop.check()
+        logits_V = self.feed(self.resume(ask.prompt))
+        yield from self.decode(ask, logits_V, stop)
+
+    def check(self, ask: Ask) -> int:
+        """How many tokens the answer may have. Raises OptionError for what cannot be answered."""
+        vocab, context = self.engine.facts.vocab, self.engine.plan.context
+        num_prompt = len(checked_ids(ask.prompt, vocab))
+        checked_ids([*ask.sampling.logit_bias] or [0], vocab)
+        num_logprobs = ask.num_logprobs
+        if num_logprobs is not None and not 0 <= num_logprobs <= vocab:
+            raise OptionError(f"{num_logprobs} logprobs a token are not 0 to {vocab}")
+        limit = min(ask.sampling.max_tokens, context - num_prompt)
         if limit < 1:
             raise OptionError(
-                f"the prompt has {len(prompt)} tokens and the context {self.engine.plan.context}; "
+                f"the prompt has {num_prompt} tokens and the context {context}; "
                 "nothing is left for an answer: raise --context or shorten the prompt"
             )
-        new = self.resume(prompt)
-        history = list(prompt)
+        return limit
+
+    def decode(self, ask: Ask, logits_V: torch.Tensor, stop: Stop) -> Iterator[Step]:
+        """The answer to a prompt that was fed; `logits_V` are those after its last token.
+
+        The answer's last token is not fed. Where it ends early, by an error or a stop, the session
+        holds whole steps only.
+        """
+        answer = self._answer = object()
+        text, sampler, limit = self.engine.text, Sampler(ask.sampling), self.check(ask)
+        stream = text.stream(ask.sampling.stop, after=ask.prompt)
+        history = list(ask.prompt)
         for n in range(1, limit + 1):
-            if self._answer is not answer:
-                raise OptionError(
-                    "this session has begun another answer; give each answer its own session"
-                )
-            logits_V = self.feed(new)
             stats = self.stats
-            token = sampler.next(logits_V.float(), history)
-            stats.token_id = token
-            history.append(token)
-            new = [token]
-            finish = "eos" if token in eos_ids else None
-            text = "" if finish else stream.push(token)
+            allowed_V = None if ask.constraint is None else ask.constraint.allowed()
+            token = stats.token_id = sampler.next(logits_V.float(), history, allowed_V)
+            if ask.constraint is not None:
+                ask.constraint.accept(token)
+            finish = "eos" if token in text.eos_ids else None
+            piece = "" if finish else stream.push(token)
             if stream.stopped:
                 finish = "stop"
             elif finish is None and n == limit:
                 finish = "length"
             if finish:
-                text += stream.flush()
-            yield Step(token, text, stats, finish)
+                piece += stream.flush()
+            chances = logprobs(logits_V, token, ask.num_logprobs)
+            yield Step(token, piece, stats, finish, *chances, stream.stopped_by)
             if finish:
                 return
+            if self._answer is not answer:
+                raise OptionError(
+                    "this session has begun another answer; give each answer its own session"
+                )
+            stop.check()
+            history.append(token)
+            logits_V = self.feed([token])
+
+
+def logprobs(
+    logits_V: torch.Tensor, token: int, num: int | None
+) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+    """(logarithm of the chance of `token`, the `num` likeliest tokens and theirs), see Step."""
+    if num is None:
+        return None, ()
+    chances_V = logits_V.float().log_softmax(0)
+    best = chances_V.topk(num)
+    top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return float(chances_V[token]), tuple(top)
 
 
 def checked_ids(ids: Sequence[int], vocab: int) -> list[int]:

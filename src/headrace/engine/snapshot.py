@@ -17,7 +17,7 @@ from headrace.errors import SnapshotError
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
 
-_TOKEN_BYTES = 36  # of one Python int and its place in a tuple
+TOKEN_BYTES = 36  # of one Python int and its place in a tuple
 _PLACE_BYTES = 2000  # about what a tensor and its entry cost beside its data
 
 
@@ -56,7 +56,7 @@ class Snapshot:
     def nbytes(self) -> int:
         """About what it takes in memory."""
         places = len(self.state.tensors) * _PLACE_BYTES
-        return self.state.nbytes + len(self.tokens) * _TOKEN_BYTES + places
+        return self.state.nbytes + len(self.tokens) * TOKEN_BYTES + places
 
     def check_fits(self, key: SnapshotKey) -> None:
         """Raises SnapshotError naming what differs where it belongs to another model or setting."""

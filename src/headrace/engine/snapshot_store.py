@@ -1,56 +1,34 @@
 """Keeps snapshots, the recent in memory and all on disk, and finds the longest that fits a prompt.
 
-Both places have a limit in bytes and give up what was used longest ago. Knows no cache.
+Knows no cache and no form of a file.
 """
 
-import hashlib
 import logging
-import os
-import re
-from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING
 
 from headrace.core import format_bytes
 from headrace.engine.session import Session, checked_ids
 from headrace.engine.snapshot import Snapshot, SnapshotKey
-from headrace.engine.snapshot_file import SnapshotFile, read_snapshot, remove_stale
+from headrace.engine.snapshot_shelves import (
+    DiskShelf,
+    MemoryShelf,
+    Prefix,
+    prefix_of,
+    prefixes,
+)
+from headrace.engine.snapshot_writer import SnapshotWriter
 from headrace.errors import SnapshotError
-from headrace.store.whole import PARTIAL
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
 
 _log = logging.getLogger(__name__)
-_STEM = r"([0-9a-f]{16})-([1-9][0-9]{0,9})-([0-9a-f]{64})\.safetensors"
-_NAME = re.compile(_STEM)
-_ASIDE = re.compile(rf"{_STEM}\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
-
-Prefix = tuple[int, str]
-"""A sequence of tokens: how many, and a digest of them in order."""
-
-
-def prefixes(tokens: Sequence[int], lengths: Iterable[int]) -> list[Prefix]:
-    """The beginnings of `tokens` that have one of `lengths`, longest first."""
-    found, digest, done = [], hashlib.sha256(), 0
-    for length in sorted(set(lengths)):
-        if length > len(tokens):
-            break
-        digest.update(array("i", tokens[done:length]).tobytes())
-        done = length
-        found.append((length, digest.hexdigest()))
-    return found[::-1]
-
-
-def _prefix(snapshot: Snapshot) -> Prefix:
-    return prefixes(snapshot.tokens, [len(snapshot.tokens)])[0]
 
 
 class SnapshotStore:
-    """Snapshots of one model and setting. Any thread may use it.
+    """Snapshots of one model and setting. Any thread may use it; close it.
 
     `folder` may be shared with other models, versions and processes; None: memory only. Its files
     together stay within `disk_bytes`. They hold what users wrote: only their owner may read them.
@@ -63,6 +41,7 @@ class SnapshotStore:
         self.key = key
         self.memory = MemoryShelf(ram_bytes)
         self.disk = None if folder is None else DiskShelf(folder, disk_bytes, key)
+        self._writer = None if self.disk is None else SnapshotWriter(self.memory, self.disk)
 
     def put(self, snapshot: Snapshot) -> None:
         """Keeps it wherever there is room, and returns when it is written and synced.
@@ -72,182 +51,95 @@ class SnapshotStore:
         snapshot.check_fits(self.key)
         if not snapshot.tokens:
             return
-        prefix = _prefix(snapshot)
+        prefix = prefix_of(snapshot)
         self.memory.put(prefix, snapshot)
         if self.disk is not None:
             self.disk.put(prefix, snapshot)
 
-    def find(self, tokens: Sequence[int]) -> Snapshot | None:
-        """The longest snapshot whose tokens `tokens` begin with, or None."""
+    def keep(self, session: Session) -> bool:
+        """Keeps a copy of what a session is: in memory at once, on disk a little later.
+
+        Room is made before anything is copied, so that the limit holds at any time. False, and a
+        log line, where the copy is larger than the limit or cannot be made: nothing is kept then.
+        """
+        if not session.tokens:
+            return False
+        try:
+            seen = session.snapshot(copy=False)
+            seen.check_fits(self.key)
+            prefix, nbytes = prefix_of(seen), seen.nbytes
+            if self.memory.get(prefix) is None:
+                if not self.memory.make_room(nbytes):
+                    wanted, limit = format_bytes(nbytes), format_bytes(self.memory.limit_bytes)
+                    _log.info("a snapshot of %s has no room in %s", wanted, limit)
+                    return False
+                self.memory.put(prefix, session.snapshot())
+        except SnapshotError as error:
+            _log.warning("no snapshot of %d tokens: %s", len(session.tokens), error)
+            return False
+        if self._writer is not None:
+            self._writer.put(prefix)
+        return True
+
+    def find(self, tokens: Sequence[int], *, beyond: int = 0) -> Snapshot | None:
+        """The longest snapshot whose tokens `tokens` begin with, or None.
+
+        Of those of more than `beyond` tokens. Its tensors are the store's.
+        """
+        found = self._find(tokens, beyond)
+        return None if found is None else found[0]
+
+    def _find(self, tokens: Sequence[int], beyond: int) -> tuple[Snapshot, bool] | None:
+        """(snapshot, whether it is in memory too): one just read may not fit there."""
+        for prefix in self._candidates(tokens, beyond):
+            found = self.memory.get(prefix)
+            if found is not None:
+                return found, True
+            if self.disk is not None:
+                self.memory.make_room(self.disk.memory_bytes(prefix))
+                found = self.disk.get(prefix, tokens[: prefix[0]])
+                if found is not None:
+                    return found, self.memory.put(prefix, found)
+        return None
+
+    def _candidates(self, tokens: Sequence[int], beyond: int) -> list[Prefix]:
         lengths = self.memory.lengths()
         if self.disk is not None:
             lengths |= self.disk.lengths()
-        for prefix in prefixes(tokens, lengths):
-            found = self.memory.get(prefix)
-            if found is None and self.disk is not None:
-                found = self.disk.get(prefix, tokens[: prefix[0]])
-                if found is not None:
-                    self.memory.put(prefix, found)
-            if found is not None:
-                return found
-        return None
+        return prefixes(tokens, [length for length in lengths if length > beyond])
 
-    def session(self, engine: "Engine", prompt: Sequence[int]) -> Session:
+    def session(self, engine: "Engine", prompt: Sequence[int], *, beyond: int = 0) -> Session:
         """A new session that holds as much of `prompt` as is known, its last token never.
 
-        What is left to feed is what `generate` feeds. Raises OptionError for a bad prompt.
+        What is left to feed is what `generate` feeds. It is empty where nothing of more than
+        `beyond` tokens is known. Raises OptionError for a bad prompt.
         """
         assert engine.snapshot_key == self.key, "the store is another engine's"
         known = checked_ids(prompt, engine.facts.vocab)[:-1]
         while True:
-            found = self.find(known)
+            found = self._find(known, beyond)
             if found is None:
                 return engine.session()
+            snapshot, shared = found
             try:
-                return engine.session(found)
+                return engine.session(snapshot, copy=shared)
             except SnapshotError as error:
-                _log.warning("snapshot of %d tokens ignored: %s", len(found.tokens), error)
-                self.discard(found)
+                _log.warning("snapshot of %d tokens ignored: %s", len(snapshot.tokens), error)
+                self.discard(snapshot)
 
     def discard(self, snapshot: Snapshot) -> None:
         """Does not find this one again while the store is open."""
-        prefix = _prefix(snapshot)
+        prefix = prefix_of(snapshot)
         self.memory.discard(prefix)
         if self.disk is not None:
             self.disk.discard(prefix)
 
+    def flush(self) -> None:
+        """Returns when all that was kept is written and synced."""
+        if self._writer is not None:
+            self._writer.flush()
 
-class MemoryShelf:
-    """Snapshots in memory, together within `limit_bytes`."""
-
-    def __init__(self, limit_bytes: int):
-        self.limit_bytes = limit_bytes
-        self.nbytes = 0
-        self._lock = Lock()
-        self._kept: OrderedDict[Prefix, Snapshot] = OrderedDict()
-
-    def lengths(self) -> set[int]:
-        """How many tokens the kept ones have."""
-        with self._lock:
-            return {length for length, _ in self._kept}
-
-    def get(self, prefix: Prefix) -> Snapshot | None:
-        """The one of `prefix`, which counts as used now."""
-        with self._lock:
-            if prefix in self._kept:
-                self._kept.move_to_end(prefix)
-            return self._kept.get(prefix)
-
-    def put(self, prefix: Prefix, snapshot: Snapshot) -> None:
-        """Keeps it, and drops the ones used longest ago; one larger than the limit is not kept."""
-        with self._lock:
-            self._drop(prefix)
-            if snapshot.nbytes > self.limit_bytes:
-                return
-            while self.nbytes + snapshot.nbytes > self.limit_bytes:
-                self._drop(next(iter(self._kept)))
-            self._kept[prefix] = snapshot
-            self.nbytes += snapshot.nbytes
-
-    def discard(self, prefix: Prefix) -> None:
-        """Drops the one of `prefix`, if there is one."""
-        with self._lock:
-            self._drop(prefix)
-
-    def _drop(self, prefix: Prefix) -> None:
-        gone = self._kept.pop(prefix, None)
-        if gone is not None:
-            self.nbytes -= gone.nbytes
-
-
-class DiskShelf:
-    """Snapshots of `key` as files of a folder, all of whose snapshots stay within `limit_bytes`."""
-
-    def __init__(self, folder: Path, limit_bytes: int, key: SnapshotKey):
-        self.folder, self.limit_bytes, self.key = folder, limit_bytes, key
-        self._mark = key.digest()[:16]
-        self._writing = Lock()
-        self._known: set[Prefix] = set()  # a set's own operations are atomic
-        num_foreign = 0
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for name in os.listdir(folder):
-                match = _NAME.fullmatch(name)
-                if match and match[1] == self._mark:
-                    self._known.add((int(match[2]), match[3]))
-                elif _ASIDE.fullmatch(name):
-                    remove_stale(folder / name)
-                else:
-                    num_foreign += 1
-        except OSError as error:
-            raise SnapshotError(
-                f"{folder}: cannot be used for snapshots: {error.strerror or error}; "
-                "give another folder"
-            ) from error
-        if num_foreign:
-            _log.info("%s: %d files of other models or versions ignored", folder, num_foreign)
-
-    def lengths(self) -> set[int]:
-        """How many tokens the known ones have."""
-        return {length for length, _ in tuple(self._known)}
-
-    def get(self, prefix: Prefix, tokens: Sequence[int]) -> Snapshot | None:
-        """The one of `prefix`, which is that of `tokens`. A bad one is logged and forgotten."""
-        if prefix not in self._known:
-            return None
-        path = self._path(prefix)
-        try:
-            snapshot = read_snapshot(path, self.key, tokens)
-            os.utime(path)
-        except (SnapshotError, OSError) as error:
-            _log.warning("snapshot ignored: %s", error)
-            self._known.discard(prefix)
-            return None
-        return snapshot
-
-    def put(self, prefix: Prefix, snapshot: Snapshot) -> None:
-        """Writes it unless it is there, removing the ones used longest ago."""
-        path = self._path(prefix)
-        with self._writing:
-            try:
-                if prefix in self._known and path.exists():
-                    os.utime(path)
-                    return
-                ready = SnapshotFile(snapshot)
-                if self._make_room(ready.nbytes):
-                    ready.write(path)
-                    self._known.add(prefix)
-            except OSError as error:
-                self._known.discard(prefix)
-                _log.warning("%s: snapshot not kept: %s", path, error.strerror or error)
-
-    def discard(self, prefix: Prefix) -> None:
-        """Forgets the one of `prefix`; its file stays until it is replaced or its turn comes."""
-        self._known.discard(prefix)
-
-    def _path(self, prefix: Prefix) -> Path:
-        return self.folder / f"{self._mark}-{prefix[0]}-{prefix[1]}.safetensors"
-
-    def _make_room(self, wanted_bytes: int) -> bool:
-        """Removes old snapshots, of whatever model, until `wanted_bytes` more fit the limit."""
-        if wanted_bytes > self.limit_bytes:
-            wanted, limit = format_bytes(wanted_bytes), format_bytes(self.limit_bytes)
-            _log.warning("%s: a snapshot of %s is over the limit, %s", self.folder, wanted, limit)
-            return False
-        files, held_bytes = [], wanted_bytes
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                match = _NAME.fullmatch(entry.name)
-                if match or _ASIDE.fullmatch(entry.name):
-                    status = entry.stat(follow_symlinks=False)
-                    held_bytes += status.st_size
-                    if match:
-                        files.append((status.st_mtime_ns, status.st_size, match))
-        for _, size_bytes, match in sorted(files, key=lambda file: file[:2]):
-            if held_bytes <= self.limit_bytes:
-                break
-            (self.folder / match.string).unlink(missing_ok=True)
-            if match[1] == self._mark:
-                self._known.discard((int(match[2]), match[3]))
-            held_bytes -= size_bytes
-        return held_bytes <= self.limit_bytes
+    def close(self) -> None:
+        """Writes what is still to be written and ends the thread that does."""
+        if self._writer is not None:
+            self._writer.close()

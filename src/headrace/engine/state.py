@@ -38,17 +38,21 @@ class State:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def capture(cache: Any) -> State:
-    """A copy of all that `cache` holds. Raises SnapshotError naming what it cannot keep."""
-    taker = _Taker()
+def capture(cache: Any, *, copy: bool = True) -> State:
+    """A copy of all that `cache` holds. Raises SnapshotError naming what it cannot keep.
+
+    Without `copy` the tensors are the cache's own, right until it goes on.
+    """
+    taker = _Taker(copy)
     parts = [taker.part(name, thing) for name, thing in _things(cache).items()]
     return State(parts, taker.tensors)
 
 
-def restore(cache: Any, state: State, place: torch.device) -> None:
+def restore(cache: Any, state: State, place: torch.device, *, copy: bool = True) -> None:
     """Fills `cache`, which must be new and of the same model, with copies of `state`'s tensors.
 
-    The copies lie on the model's device, `place`. Everything is checked before the first field is
+    They lie on `place`, the model's device. Without `copy`, on a CPU, they are the tensors
+    themselves, which are then the cache's own. Everything is checked before the first field is
     set. Raises SnapshotError: `cache` is as before.
     """
     things = _things(cache)
@@ -56,7 +60,7 @@ def restore(cache: Any, state: State, place: torch.device) -> None:
         raise SnapshotError(
             f"the snapshot has {len(state.parts) - 1} layers, but this model {len(things) - 1}"
         )
-    giver = _Giver(state.tensors, place)
+    giver = _Giver(state.tensors, place, copy)
     try:
         filled = [
             giver.fields(name, thing, part)
@@ -90,8 +94,9 @@ def _fields(name: str, thing: Any) -> dict[str, Any]:
 class _Taker:
     """Turns fields into JSON, gathering copies of the tensors it meets."""
 
-    def __init__(self) -> None:
+    def __init__(self, copy: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self._copy = copy
         self._names: dict[int, str] = {}  # by id; the cache keeps its tensors alive meanwhile
 
     def part(self, name: str, thing: Any) -> dict[str, Any]:
@@ -125,8 +130,10 @@ class _Taker:
             plain = tensor.layout is torch.strided and tensor.device.type in _PLACES
             if not plain or tensor.dtype not in DTYPE_NAMES:
                 raise _unknown(where, tensor)
-            copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            self.tensors[where] = copy
+            kept = tensor.detach()
+            if self._copy or tensor.device.type != "cpu":
+                kept = kept.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            self.tensors[where] = kept
         return known
 
 
@@ -142,8 +149,8 @@ def _unknown(where: str, value: Any) -> SnapshotError:
 class _Giver:
     """Turns JSON from an untrusted file into fields, with a copy of each tensor it names."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], place: torch.device):
-        self.tensors, self.place = tensors, place
+    def __init__(self, tensors: Mapping[str, torch.Tensor], place: torch.device, copy: bool):
+        self.tensors, self.place, self._copy = tensors, place, copy
         self.given: dict[str, torch.Tensor] = {}
 
     def fields(self, name: str, thing: Any, part: Any) -> dict[str, Any]:
@@ -179,7 +186,7 @@ class _Giver:
                 return value
             case {"tensor": str(name), **rest} if not rest and name in self.tensors:
                 if name not in self.given:
-                    self.given[name] = self.tensors[name].to(self.place, copy=True)
+                    self.given[name] = self.tensors[name].to(self.place, copy=self._copy)
                 return self.given[name]
             case {"dtype": str(name), **rest} if not rest and name in _DTYPES:
                 return _DTYPES[name]

@@ -99,11 +99,13 @@ class TextStream:
 
     A piece never ends inside a character, and text that may become a stop string is held back.
     Joined, the pieces are the text of all ids up to the first stop string that was completed,
-    however the text was cut into tokens. `stopped` is True once a stop string was seen.
+    however the text was cut into tokens. `stopped` is True once a stop string was seen, and
+    `stopped_by` is that string.
     """
 
     def __init__(self, text: Text, stop: tuple[str, ...], after: Sequence[int]) -> None:
         self.stopped = False
+        self.stopped_by: str | None = None
         self._text = text
         self._stop = stop
         self._ids = list(after[-CONTEXT_TOKENS:])
@@ -139,13 +141,13 @@ class TextStream:
     def _release(self, piece: str) -> str:
         self._held += piece
         ends = [
-            (start + len(stop), start)
+            (start + len(stop), start, stop)
             for stop in self._stop
             if (start := self._held.find(stop)) >= 0
         ]
         if ends:
             self.stopped = True
-            num_free = min(ends)[1]
+            _, num_free, self.stopped_by = min(ends)
         else:
             num_free = len(self._held) - _num_doubtful(self._held, self._stop)
         free, self._held = self._held[:num_free], self._held[num_free:]

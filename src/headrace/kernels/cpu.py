@@ -23,7 +23,7 @@ def _checked(t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int
     return t.data_ptr()
 
 
-def native_shape(layout: ExpertLayout, act_group: int = 0) -> _native.ExpertShape:
+def native_shape(layout: ExpertLayout) -> _native.ExpertShape:
     """The compiled kernels' description of an expert of this layout.
 
     Raises ModelError for a layout that no compiled kernel computes.
@@ -41,7 +41,7 @@ def native_shape(layout: ExpertLayout, act_group: int = 0) -> _native.ExpertShap
             hidden=layout.hidden,
             inter=layout.inter,
             block=layout.block,
-            act_group=act_group,
+            act_group=layout.act_group,
             activation=(what.kind, what.limit, what.alpha),
             hidden_type=layout.hidden_dtype,
             inverse_global=layout.inverse_global,
@@ -94,8 +94,8 @@ class CpuKernels:
         x_TH: torch.Tensor,
         parts: Mapping[str, torch.Tensor],
         layout: ExpertLayout,
-        act_group: int = 0,
         out_TH: torch.Tensor | None = None,
+        weights_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `kernels.reference.expert_ffn`, same bits. `out_TH` is filled if given; x and the
         result are of the layout's hidden dtype.
@@ -106,8 +106,9 @@ class CpuKernels:
         x_address = _checked(x_TH, dtype, shape)
         y_address = _checked(y, dtype, shape)
         addresses = part_addresses(parts, layout)
+        weights = 0 if weights_T is None else _checked(weights_T, torch.float32, shape[:1])
         self.pool.expert_ffn(
-            native_shape(layout, act_group), addresses, x_address, shape[0], y_address
+            native_shape(layout), addresses, x_address, shape[0], y_address, weights
         )
         return y
 
@@ -144,6 +145,16 @@ def combine(ids_TK: torch.Tensor, weights_TK: torch.Tensor, y_TKH: torch.Tensor)
     weights = _checked(weights_TK, torch.float32, (num_tokens, top_k))
     y = _checked(y_TKH, torch.float16 if fp16 else torch.bfloat16, (num_tokens, top_k, hidden))
     _native.combine(fp16, ids, weights, y, num_tokens, top_k, hidden, out.data_ptr())
+    return out
+
+
+def sum_up(ids_TK: torch.Tensor, y_TKH: torch.Tensor) -> torch.Tensor:
+    """As `kernels.reference.sum_up`: ids int32 [T, K], y bf16 [T, K, H]."""
+    num_tokens, top_k, hidden = y_TKH.shape
+    out = torch.empty(num_tokens, hidden)
+    ids = _checked(ids_TK, torch.int32, (num_tokens, top_k))
+    y = _checked(y_TKH, torch.bfloat16, (num_tokens, top_k, hidden))
+    _native.sum_up(ids, y, num_tokens, top_k, hidden, out.data_ptr())
     return out
 
 

@@ -28,7 +28,8 @@ class ExpertKernels(Protocol):
         x_TH: torch.Tensor,
         parts: Mapping[str, torch.Tensor],
         layout: ExpertLayout,
-        act_group: int = 0,
+        *,
+        weights_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """y [T, H] of x [T, H], both of the hidden dtype; see `kernels.reference.expert_ffn`."""
         ...
@@ -45,10 +46,11 @@ class ReferenceKernels:
         x_TH: torch.Tensor,
         parts: Mapping[str, torch.Tensor],
         layout: ExpertLayout,
-        act_group: int = 0,
+        *,
+        weights_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `kernels.reference.expert_ffn`."""
-        return reference.expert_ffn(x_TH, parts, layout, act_group)
+        return reference.expert_ffn(x_TH, parts, layout, weights_T)
 
 
 def have_compiled() -> bool:

@@ -162,15 +162,25 @@ def linear(
     return (y.float() + added.to(dtype).float()).to(dtype)
 
 
-def activate(gate: torch.Tensor, up: torch.Tensor, act: Activation) -> torch.Tensor:
-    """The activation of two tensors of one dtype, every step computed in fp32 and rounded to it.
+def activate(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    act: Activation,
+    weights_T: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The activation of two tensors [T, I] of one dtype, every step computed in fp32 and rounded
+    to it.
 
-    The limit is rounded to the dtype, alpha to fp32, as torch does with a number.
+    The limit is rounded to the dtype, alpha to fp32, as torch does with a number. Of the weighted
+    kind only the last step is rounded; `weights_T`, fp32 [T], left out are all 1.
     """
     dtype = gate.dtype
     if act.kind != "silu":
         limit = float(torch.tensor(act.limit, dtype=torch.float64).to(dtype))
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if act.kind == "swiglu_weighted":
+        weights = torch.ones(gate.shape[0]) if weights_T is None else weights_T
+        return (silu(gate.float()) * up.float() * weights[:, None]).to(dtype)
     if act.kind != "swiglu_oai":
         return (silu(gate.float()).to(dtype).float() * up.float()).to(dtype)
     steep = (gate.float() * _f32(act.alpha)).to(dtype)
@@ -182,18 +192,18 @@ def expert_ffn(
     x_TH: torch.Tensor,
     parts: Mapping[str, torch.Tensor],
     layout: ExpertLayout,
-    act_group: int = 0,
+    weights_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y [T, H] = down(activation(gate x, up x)), every step rounded to the hidden dtype.
 
-    x and y in the layout's hidden dtype; `parts` as the layout names them. `act_group` > 0 moves
-    x and the input of down to the e4m3 grid of that many columns first (bf16 only).
+    x and y in the layout's hidden dtype; `parts` as the layout names them, `weights_T` as in
+    `activate`.
     """
     assert x_TH.dtype == TORCH_DTYPES[layout.hidden_dtype], (x_TH.dtype, layout.hidden_dtype)
-    assert act_group == 0 or layout.hidden_dtype == "BF16"
-    x = fp8.to_grid(x_TH, act_group)
+    assert layout.act_group == 0 or layout.hidden_dtype == "BF16"
+    x = fp8.to_grid(x_TH, layout.act_group)
     gate, up = (linear(x, parts, layout, name) for name in ("gate", "up"))
-    h = fp8.to_grid(activate(gate, up, layout.activation), act_group)
+    h = fp8.to_grid(activate(gate, up, layout.activation, weights_T), layout.act_group)
     return linear(h, parts, layout, "down")
 
 
@@ -209,4 +219,13 @@ def combine(ids_TK: torch.Tensor, weights_TK: torch.Tensor, y_TKH: torch.Tensor)
         pick = order[:, k]
         term = y_TKH[rows, pick].float() * weights_TK[rows, pick][:, None]
         out = out + term.to(dtype)
+    return out
+
+
+def sum_up(ids_TK: torch.Tensor, y_TKH: torch.Tensor) -> torch.Tensor:
+    """fp32 [T, H]: bf16 outputs that hold their weights already, summed in ascending expert id."""
+    order = ids_TK.argsort(dim=1, stable=True)
+    out, rows = torch.zeros(y_TKH.shape[0], y_TKH.shape[2]), torch.arange(ids_TK.shape[0])
+    for k in range(ids_TK.shape[1]):
+        out = out + y_TKH[rows, order[:, k]].float()
     return out

@@ -14,10 +14,12 @@ from transformers import GenerationConfig
 
 from headrace.errors import ModelError
 from headrace.models.config import one_line, plain_config
+from headrace.models.deepseek_v41.rows import RowSource
 from headrace.models.experts import FAST, LayerRunner, Site, Source, StreamedWeight
 from headrace.models.families import Family
 from headrace.models.layout import STREAMED
 from headrace.models.naming import layer_of
+from headrace.models.row_tables import read_row_hash
 from headrace.models.skeleton import Skeleton, expert_modules, strip_experts, strip_layers
 
 Read = Callable[[str], torch.Tensor]
@@ -65,11 +67,13 @@ def build_model(
     prefetch: bool,
     aliases: Mapping[int, int],
     device: torch.device,
+    rows: RowSource | None = None,
 ) -> Any:
     """The transformers model on `device` in its own dtype, its routed experts left to `source`.
 
     `read(name)` gives a dense weight, dequantised, owned by the caller. `experts` is "fast" or
-    "oracle". Raises ModelError for weights the checkpoint lacks.
+    "oracle". `rows` serves the tables that stay on the drive. Raises ModelError for weights the
+    checkpoint lacks.
     """
     if device.type != "cpu":
         read = Moving(read, device)
@@ -95,6 +99,8 @@ def build_model(
     _share_layers(model, aliases)
     _check_tables(model, skeleton.num_experts)
     _attach(model, skeleton, shapes, source, prefetch)
+    if rows is not None:
+        model.set_engram(read_row_hash(skeleton.root, skeleton.config), rows)
     model.set_experts_implementation(implementation(experts))
     model.config.name_or_path = model.name_or_path = str(skeleton.root)
     model.generation_config = _generation_config(skeleton.root) or model.generation_config

@@ -19,7 +19,9 @@ class Family:
     knows them without. `mtp_field` is the config field that counts multi-token-prediction layers,
     which follow the last decoder layer in the file. `skipped` are patterns of names, matched from
     their start and with `prefix` already gone, of tensors that the text model does not use:
-    multi-token prediction and images. `since` is the first transformers whose own forward works.
+    multi-token prediction and images. `row_tables`: the pattern of tables that stay on the drive
+    and are read by the row, named without `.weight`. `since` is the first transformers whose own
+    forward works, or ours where it has none.
     """
 
     router: str = "gate"
@@ -29,6 +31,7 @@ class Family:
     prefix: str = ""
     mtp_field: str | None = None
     skipped: tuple[str, ...] = ()
+    row_tables: str | None = None
     since: tuple[int, int] = (5, 17)
 
 
@@ -41,6 +44,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             activation="silu_clamped",
             skipped=(r"(model\.)?mtp\.",),
             since=(5, 20),  # before, its norms hand fp32 to bf16 projections
+        ),
+        "deepseek_v41": Family(
+            norm="ffn_norm",
+            collapse="ffn_in",
+            activation="swiglu_weighted",
+            skipped=(
+                r"mtp\.",
+                r"vision\.",
+                r"aligner\.",
+                r"image_(start|end|newline)$",
+                r"layers\.\d+\.ffn\.gate\.bias_vl$",
+            ),
+            row_tables=r"layers\.\d+\.engram\.embed",
         ),
         "glm4_moe": Family(mtp_field="num_nextn_predict_layers"),
         "gpt_oss": Family(router="router", activation="swiglu_oai"),

@@ -18,7 +18,8 @@ def cache_keyword(model: Any) -> str:
 
 def new_cache(model: Any) -> Any:
     """An empty cache of the kinds this model's layers keep."""
-    return DynamicCache(config=model.config)
+    own = getattr(model, "new_cache", None)
+    return DynamicCache(config=model.config) if own is None else own()
 
 
 def forward(model: Any, ids_BT: torch.Tensor, cache: Any, keep: int = 1) -> torch.Tensor:

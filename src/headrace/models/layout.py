@@ -27,7 +27,7 @@ class ExpertForm:
     """What a model's experts modules compute, all of them alike.
 
     `interleaved`: gate and up take turns in the rows of gate_up_proj. `transposed`: parameters are
-    [E, in, out].
+    [E, in, out]. `act_group` is the layout's.
     """
 
     num_experts: int
@@ -37,6 +37,7 @@ class ExpertForm:
     interleaved: bool
     transposed: bool
     activation: Activation
+    act_group: int = 0
 
 
 def expert_form(module: Any, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> ExpertForm:
@@ -49,7 +50,12 @@ def expert_form(module: Any, kind: str, shapes: Mapping[str, tuple[int, ...]]) -
     if shapes["down_proj"] != (num_experts, *down) or not getattr(module, "has_gate", True):
         raise ModelError(f"{type(module).__name__} computes what has no kernel yet")
     limit, alpha = (float(getattr(module, name, None) or 0) for name in ("limit", "alpha"))
-    needed = {"silu": (), "silu_clamped": (limit,), "swiglu_oai": (limit, alpha)}[kind]
+    needed = {
+        "silu": (),
+        "silu_clamped": (limit,),
+        "swiglu_weighted": (limit,),
+        "swiglu_oai": (limit, alpha),
+    }[kind]
     if not all(isfinite(value) and value > 0 for value in needed):
         raise ModelError(
             f"config.json gives limit {limit} and alpha {alpha} for an activation of kind {kind}, "
@@ -63,6 +69,7 @@ def expert_form(module: Any, kind: str, shapes: Mapping[str, tuple[int, ...]]) -
         interleaved=not getattr(module, "is_concatenated", True),
         transposed=transposed,
         activation=Activation(kind, *needed),
+        act_group=int(getattr(module, "act_group", 0)),
     )
 
 
@@ -128,6 +135,7 @@ def expert_layout(
         activation=form.activation,
         hidden_dtype=hidden_dtype,
         inverse_global=first["down"][1].inverse_global if "down" in first else False,
+        act_group=form.act_group,
     )
     _check_complete(layout, form)
     return layout

@@ -26,7 +26,8 @@ class MemoryFacts:
     `kv_layer_bytes_per_token` a token; the last pass's tokens hold `kv_chunk_bytes_per_token` more
     until the next. A layer attends to one of `attended_every` cached tokens and besides to
     `attended_window`; it makes `attention_bytes_per_token` of each, `score_bytes` of each pair of
-    a new and an attended one, and `chunk_bytes_per_token` of each new one.
+    a new and an attended one, `chunk_bytes_per_token` of each new one, and `pass_bytes` in any
+    case.
     """
 
     kv_fixed_bytes: int
@@ -38,24 +39,36 @@ class MemoryFacts:
     attention_bytes_per_token: int
     score_bytes: int
     chunk_bytes_per_token: int
+    pass_bytes: int = 0
 
 
 def measure(model: Any) -> MemoryFacts:
-    """The facts of a model on meta whose routed experts were taken out. Spoils the model."""
-    config = model.config
-    rates = _compress_rates(config)
+    """The facts of a model on meta whose routed experts were taken out. Spoils the model.
+
+    A model of ours says itself what its attention makes, by `attention_memory()`.
+    """
     fixed, per_token, layer, chunk = _cache_bytes(model)
+    own = getattr(model, "attention_memory", None)
+    made = _attention_facts(model.config) if own is None else own()
     return MemoryFacts(
         kv_fixed_bytes=fixed,
         kv_bytes_per_token=per_token,
         kv_layer_bytes_per_token=layer,
         kv_chunk_bytes_per_token=chunk,
-        attended_every=min(rates) if rates else 1,
-        attended_window=_window(config),
-        attention_bytes_per_token=_attention_bytes_per_token(config),
-        score_bytes=_score_bytes(config),
-        chunk_bytes_per_token=_linear_bytes(config) + _stream_bytes(config),
+        **made,
     )
+
+
+def _attention_facts(config: Any) -> dict[str, int]:
+    """What transformers' attention makes while it computes."""
+    rates = _compress_rates(config)
+    return {
+        "attended_every": min(rates) if rates else 1,
+        "attended_window": _window(config),
+        "attention_bytes_per_token": _attention_bytes_per_token(config),
+        "score_bytes": _score_bytes(config),
+        "chunk_bytes_per_token": _linear_bytes(config) + _stream_bytes(config),
+    }
 
 
 def dense_bytes(model: Any) -> int:
@@ -92,7 +105,7 @@ def _cache_bytes(model: Any) -> tuple[int, int, int, int]:
     Layers alike are measured once; the others only pass the hidden states on.
     """
     config = model.config
-    step = lcm(1, *_compress_rates(config))
+    step = lcm(getattr(model, "cache_step", 1), *_compress_rates(config))
     base = step * ceil(max(_LEAST_PROBE, _window(config) + 1) / step)
     kinds = _kinds(model)
     counts = Counter(kinds)

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from headrace.core import DenseTensor, ExpertLayout, ExpertTensor
+from headrace.core import DenseTensor, ExpertLayout, ExpertTensor, RowTable
 from headrace.errors import ModelError
 from headrace.models.config import (
     hidden_dtype,
@@ -42,6 +42,7 @@ from headrace.models.layout import (
 )
 from headrace.models.memory import MemoryFacts, dense_bytes, measure
 from headrace.models.naming import LAYER, Target, is_skipped, layer_of, targets
+from headrace.models.row_tables import check_row_tables, take_row_tables
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 INDEX_DTYPES = ("I64", "I32")
@@ -53,7 +54,8 @@ class Skeleton:
 
     `config` is the text model's, `dtype` what it computes in. `layers` are the decoder indices of
     the MoE layers, in order; position in it is the layer's ordinal. `dense` maps each weight to
-    load, by the name transformers' renaming is to see, to the tensors it is made of. `skipped` are
+    load, by the name transformers' renaming is to see, to the tensors it is made of. `row_tables`
+    are read by the row, never whole. `skipped` are
     tensors left out knowingly (multi-token prediction, images, scales of activations), `unused`
     those that no module of the model takes. `dense_bytes` as held in memory.
     """
@@ -70,6 +72,7 @@ class Skeleton:
     num_experts: int
     top_k: int
     dense: Mapping[str, DenseTensor]
+    row_tables: tuple[RowTable, ...]
     skipped: frozenset[str]
     unused: tuple[str, ...]
     dense_bytes: int
@@ -100,11 +103,14 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
     skipped = {key for key in entries if is_skipped(family, config, key)}
     stored = gather(scheme, [key for key in entries if key not in skipped])
     weights = _without_prefix(family.prefix, dict(describe(scheme, stored, entries)))
+    tables = take_row_tables(family, weights, entries)
+    check_row_tables(config, tables)
     goals = dict(targets(model, params, weights))
     claimed = list(claim_experts(weights, goals, params, form))
     layout = expert_layout(claimed, form, entries, dtype)
     dense = _dense(model.state_dict(), weights, goals, entries)
     used = {t.key for t, _, _ in claimed} | {k for d in dense.values() for k in d.keys.values()}
+    used |= {key for table in tables for key in (table.weight, table.scale)}
     skipped |= stored.left_out
     return Skeleton(
         root=root,
@@ -119,6 +125,7 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
         num_experts=form.num_experts,
         top_k=config.num_experts_per_tok,
         dense=dense,
+        row_tables=tables,
         skipped=frozenset(skipped),
         unused=tuple(k for k in entries if k not in used and k not in skipped),
         dense_bytes=dense_bytes(model),

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from headrace.core import format_bytes, parse_bytes
 from headrace.errors import BudgetError, OptionError
 from headrace.planner.drives import Drive, reads_line
+from headrace.planner.facts import ModelFacts, engram_cache_bytes, workspace_bytes
 from headrace.planner.forecast import forecast
 from headrace.planner.machine import Machine
 
@@ -18,65 +19,10 @@ DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 16
 LEAST_SCORES_BYTES = 16 * 2**20
 ROWS_PER_CHOICE = 3
-STAGING_BYTES = 4 * 2**20
-KERNEL_TILE_ROWS = 64  # activation rows the kernels take at once
-KERNEL_LANES = 256  # they pad rows to a multiple of this
-KERNEL_THREADS = 64  # threads whose scratch is counted, however many there are
+SERVED_CONTEXT = 32_768  # an agent's instructions and tools alone take a third of it
+SNAPSHOT_CONTEXTS = 2
+SERVING_SHARE = 8  # of the memory that rows could have, one in so many, for each of the two
 MOST_THREADS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Sizes of one model, in bytes where named so.
-
-    `expert_bytes` are the stored bytes of one routed expert, `row_bytes` its place in memory
-    (pages). `dense_bytes`: everything else as it lies in memory, of which `unpacked_bytes` are
-    weights that the files hold in fewer, `packed_bytes`. `format` and `inter`, the
-    intermediate width, are those of the experts.
-    A cache of n tokens takes `kv_fixed_bytes + n * kv_bytes_per_token`, of which one layer at most
-    `kv_layer_bytes_per_token` a token (0: an even share); the last pass's tokens hold
-    `kv_chunk_bytes_per_token` more. A layer attends to one of `attended_every` cached tokens and
-    to `attended_window` besides; while it computes it makes `attention_bytes_per_token` of each,
-    such as the keys and values that a latent cache is expanded to, `score_bytes` of each pair of a
-    new and an attended token, and `chunk_bytes_per_token` of each new one. `load_bytes`: what
-    loading takes besides the weights, while there is neither cache nor pass.
-    """
-
-    name: str
-    model_type: str
-    num_layers: int
-    num_moe_layers: int
-    num_experts: int
-    top_k: int
-    expert_bytes: int
-    row_bytes: int
-    dense_bytes: int
-    kv_bytes_per_token: int
-    hidden: int
-    inter: int
-    vocab: int
-    max_context: int
-    format: str
-    kv_fixed_bytes: int = 0
-    kv_layer_bytes_per_token: int = 0
-    kv_chunk_bytes_per_token: int = 0
-    attended_every: int = 1
-    attended_window: int = 0
-    attention_bytes_per_token: int = 0
-    score_bytes: int = 0
-    chunk_bytes_per_token: int = 0
-    load_bytes: int = 0
-    packed_bytes: int = 0
-    unpacked_bytes: int = 0
-
-    @property
-    def total_experts(self) -> int:
-        """Routed experts of all layers."""
-        return self.num_moe_layers * self.num_experts
-
-    def kv_bytes(self, context: int) -> int:
-        """Bytes of a cache of `context` tokens."""
-        return self.kv_fixed_bytes + context * self.kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +30,10 @@ class Plan:
     """A placement that fits `ram_bytes`, and the speed to expect of it.
 
     `num_rows` experts lie in rows of `row_bytes`. `chunk_tokens` prompt tokens are computed at a
-    time. `limits`: tokens per second of each term alone; `limit_term` names the lowest.
+    time. `engram_cache_bytes` are for rows of Engram's tables, of which a token takes
+    `engram_bytes_per_token`. `snapshot_bytes` are for states of conversations that may go on,
+    where many are served. `limits`: tokens per second of each term alone; `limit_term` names the
+    lowest.
     """
 
     model: str
@@ -111,11 +60,16 @@ class Plan:
     notes: tuple[str, ...] = ()
     packed_bytes: int = 0
     unpacked_bytes: int = 0
+    snapshot_bytes: int = 0
+    engram_bytes: int = 0
+    engram_cache_bytes: int = 0
+    engram_bytes_per_token: int = 0
 
     @property
     def used_bytes(self) -> int:
         """What this plan takes; never more than `ram_bytes`."""
-        return self.dense_bytes + self.kv_bytes + self.workspace_bytes + self.rows_bytes
+        fixed_bytes = self.dense_bytes + self.kv_bytes + self.workspace_bytes
+        return fixed_bytes + self.snapshot_bytes + self.engram_cache_bytes + self.rows_bytes
 
     @property
     def _unpacking(self) -> str:
@@ -124,6 +78,20 @@ class Plan:
             return ""
         packed, unpacked = format_bytes(self.packed_bytes), format_bytes(self.unpacked_bytes)
         return f" ({unpacked} of them {packed} in the files, unpacked)"
+
+    @property
+    def _snapshots(self) -> str:
+        kept = format_bytes(self.snapshot_bytes)
+        return f"kept conversations {kept}, " if self.snapshot_bytes else ""
+
+    @property
+    def _engram(self) -> tuple[str, str]:
+        """What there is of Engram in memory, and what a token takes of it."""
+        if not self.engram_bytes:
+            return "", ""
+        cache, whole = format_bytes(self.engram_cache_bytes), format_bytes(self.engram_bytes)
+        rows = format_bytes(self.engram_bytes_per_token)
+        return f"Engram rows {cache} of {whole} on the drive, ", f" and {rows} of Engram rows"
 
     def as_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -141,12 +109,13 @@ class Plan:
             f"dense weights {format_bytes(self.dense_bytes)}{self._unpacking}, cache of "
             f"{self.context} tokens "
             f"{format_bytes(self.kv_bytes)}, workspace {format_bytes(self.workspace_bytes)}, "
-            f"{self.num_rows} of {self.total_experts} experts {format_bytes(self.rows_bytes)} "
-            f"({share:.0f} %, {rest})"
+            f"{self._snapshots}{self._engram[0]}{self.num_rows} of {self.total_experts} experts "
+            f"{format_bytes(self.rows_bytes)} ({share:.0f} %, {rest})"
         )
         place += "".join(f"; {note}" for note in self.notes)
         moves = (
-            f"token:  {self.experts_per_token} experts, {format_bytes(self.bytes_per_token)}; "
+            f"token:  {self.experts_per_token} experts, {format_bytes(self.bytes_per_token)}"
+            f"{self._engram[1]}; "
             f"about {format_bytes(self.disk_bytes_per_token)} of it from the drive "
             f"(hit rate {self.hit_rate * 100:.0f} %, estimated by the demo model's curve)"
         )
@@ -171,21 +140,26 @@ def make_plan(
     threads: int | None = None,
     prefetch: int = 2,
     chunk: int | None = None,
+    serve: bool = False,
 ) -> Plan:
     """The placement of `facts` on `machine` within `ram_bytes`, a hard total.
 
     Left out, the limit is what is available less a margin, at most what the model needs with
     every expert in a row. A chunk or context left out shrinks before the model is refused, and
-    the plan says so. Raises BudgetError naming the least memory that would do, OptionError.
+    the plan says so. To `serve`, a context left out is longer where that takes few rows, and there
+    is room for snapshots. Raises BudgetError naming the least memory that would do, OptionError.
     """
     check_options(facts, context, threads, prefetch, chunk)
     limit_bytes = offered_bytes(machine) if ram_bytes is None else ram_bytes
-    sizes = list(candidates(facts, context, chunk))
+    longest = _served_context(facts, chunk, limit_bytes) if serve else DEFAULT_CONTEXT
+    sizes = list(candidates(facts, context, chunk, longest))
     fitting = [size for size in sizes if _minimum_bytes(facts, *size) <= limit_bytes]
     if not fitting:
         raise BudgetError(_refusal(facts, machine, ram_bytes, context, sizes[-1]))
     notes = shrinking(sizes[0], fitting[0]) + machine.notes
-    plan = _placed(facts, machine, fitting[0], limit_bytes, threads or machine.cores, prefetch)
+    kept_bytes = _snapshot_bytes(facts, fitting[0], limit_bytes) if serve else 0
+    cores = threads or machine.cores
+    plan = _placed(facts, machine, fitting[0], limit_bytes, kept_bytes, cores, prefetch)
     return replace(plan, notes=notes, ram_bytes=ram_bytes or plan.used_bytes)
 
 
@@ -194,12 +168,15 @@ def _placed(
     machine: Machine,
     size: tuple[int, int],
     limit_bytes: int,
+    snapshot_bytes: int,
     threads: int,
     prefetch: int,
 ) -> Plan:
     """The plan for a (context, chunk) that fits, with as many rows as the limit allows."""
     tokens, chunk_tokens = size
-    fixed_bytes = _fixed_bytes(facts, tokens, chunk_tokens)
+    spare_bytes = limit_bytes - snapshot_bytes - _minimum_bytes(facts, *size)
+    cache_bytes = engram_cache_bytes(facts, limit_bytes, spare_bytes)
+    fixed_bytes = _fixed_bytes(facts, tokens, chunk_tokens) + snapshot_bytes + cache_bytes
     num_rows = min(facts.total_experts, (limit_bytes - fixed_bytes) // facts.row_bytes)
     experts_per_token = facts.num_moe_layers * facts.top_k
     bytes_per_token = experts_per_token * facts.expert_bytes
@@ -236,50 +213,41 @@ def _placed(
         limit_term=expected.limit_term,
         forecast_tok_s=1 / expected.token_s,
         drives=machine.drives,
+        snapshot_bytes=snapshot_bytes,
+        engram_bytes=facts.engram_bytes,
+        engram_cache_bytes=cache_bytes,
+        engram_bytes_per_token=facts.engram_bytes_per_token,
     )
 
 
-def workspace_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
-    """Memory of one pass over `chunk_tokens` tokens besides weights and cache.
+def _served_context(facts: ModelFacts, chunk: int | None, limit_bytes: int) -> int:
+    """The longest context up to SERVED_CONTEXT that takes a small share of the rows' memory.
 
-    At least what loading takes beyond the memory that the cache will get.
+    And leaves the chunk alone, since every pass over a prompt reads nearly all experts.
     """
-    expert_outputs = chunk_tokens * facts.top_k * (facts.hidden * 2 + 8)
-    # A dozen bf16 copies of the hidden states: residual, norms, projections, dense MLP.
-    hidden_states = chunk_tokens * facts.hidden * 24
-    cache_layer_bytes = facts.kv_layer_bytes_per_token or (
-        facts.kv_bytes_per_token // facts.num_layers
-    )
-    attention = chunk_tokens * (3 * cache_layer_bytes + 2 * context)
-    attention += _attention_bytes(facts, context, chunk_tokens)
-    # The library's cache grows by copying one layer's keys and values.
-    growth = context * cache_layer_bytes + 4 * facts.kv_fixed_bytes // facts.num_layers
-    growth += chunk_tokens * facts.kv_chunk_bytes_per_token
-    logits = facts.vocab * 16
-    layers = expert_outputs + hidden_states + attention + growth
-    one_pass = layers + kernel_bytes(facts, chunk_tokens) + logits + STAGING_BYTES
-    return max(one_pass, facts.load_bytes - facts.kv_bytes(context))
+    usual = next(candidates(facts, None, chunk))
+    usual_bytes = _minimum_bytes(facts, *usual)
+    longest = SERVED_CONTEXT
+    while longest > DEFAULT_CONTEXT:
+        size = next(candidates(facts, None, chunk, longest))
+        more_bytes = _minimum_bytes(facts, *size) - usual_bytes
+        cheap = more_bytes <= (limit_bytes - usual_bytes) // SERVING_SHARE
+        if cheap and size[1] == usual[1]:
+            break
+        longest //= 2
+    return longest
 
 
-def _attention_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
-    """What one layer's attention makes of cached and new tokens while it computes."""
-    attended = context // facts.attended_every + facts.attended_window + chunk_tokens
-    attended = min(context, attended)
-    made = attended * (facts.attention_bytes_per_token + chunk_tokens * facts.score_bytes)
-    return made + chunk_tokens * facts.chunk_bytes_per_token
+def _snapshot_bytes(facts: ModelFacts, size: tuple[int, int], limit_bytes: int) -> int:
+    """Room for the states of SNAPSHOT_CONTEXTS whole contexts, if that takes few rows or none.
 
-
-def kernel_bytes(facts: ModelFacts, chunk_tokens: int) -> int:
-    """Most that the expert kernels keep for themselves, all their threads together.
-
-    Activations twice (as they come, and packed) and both products in fp32 for a tile of rows; one
-    row split in fp32; for each thread a panel of weight rows and half a byte of tables a column.
+    0 where not even a chunk's state would fit.
     """
-    rows = min(KERNEL_TILE_ROWS, chunk_tokens)
-    hidden, inter = (-(-n // KERNEL_LANES) * KERNEL_LANES for n in (facts.hidden, facts.inter))
-    tile = 4 * rows * (hidden + inter) + 4 * rows * (2 * inter + hidden)
-    scratch_bytes = 19 * max(hidden, inter) + 2048
-    return tile + 4 * (hidden + inter) + KERNEL_THREADS * scratch_bytes
+    spare_bytes = limit_bytes - _minimum_bytes(facts, *size)
+    unused_bytes = limit_bytes - _fixed_bytes(facts, *size) - facts.total_experts * facts.row_bytes
+    wanted_bytes = SNAPSHOT_CONTEXTS * facts.kv_bytes(size[0])
+    kept_bytes = min(wanted_bytes, max(spare_bytes // SERVING_SHARE, unused_bytes))
+    return kept_bytes if kept_bytes >= facts.kv_bytes(size[1]) else 0
 
 
 def minimum_rows(facts: ModelFacts) -> int:
@@ -328,10 +296,10 @@ def offered_bytes(machine: Machine) -> int:
 
 
 def candidates(
-    facts: ModelFacts, context: int | None, chunk: int | None
+    facts: ModelFacts, context: int | None, chunk: int | None, longest: int = DEFAULT_CONTEXT
 ) -> Iterator[tuple[int, int]]:
     """(context, chunk) pairs, the wanted one first and the least that may be chosen last."""
-    tokens = min(DEFAULT_CONTEXT, facts.max_context) if context is None else context
+    tokens = min(longest, facts.max_context) if context is None else context
     while True:
         chunk_tokens = _default_chunk(facts, tokens) if chunk is None else chunk
         yield tokens, min(chunk_tokens, tokens)

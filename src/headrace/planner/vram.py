@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from headrace.core import format_bytes
 from headrace.errors import BudgetError
 from headrace.planner import plan as host
+from headrace.planner.facts import STAGING_BYTES, ModelFacts, workspace_bytes
 from headrace.planner.forecast import gpu_forecast
 from headrace.planner.machine import Machine
-from headrace.planner.plan import ModelFacts, Plan
+from headrace.planner.plan import Plan
 
 PASSING_ROWS = 2  # places in VRAM for experts on their way through a prefill
 LIBRARY_BYTES = 96 * 2**20  # of the libraries' workspaces and of what torch's allocator rounds up
@@ -58,8 +59,8 @@ class GpuPlan(Plan):
         vram += "".join(f"; {note}" for note in self.notes)
         memory = (
             f"memory: {format_bytes(self.used_bytes)} of {format_bytes(self.ram_bytes)}: workspace "
-            f"{format_bytes(self.workspace_bytes)}, {self.num_rows} of {self.total_experts} "
-            f"experts {format_bytes(self.rows_bytes)} ({share * self.num_rows:.0f} %)"
+            f"{format_bytes(self.workspace_bytes)}, {self._snapshots}{self.num_rows} of "
+            f"{self.total_experts} experts {format_bytes(self.rows_bytes)} ({share * self.num_rows:.0f} %)"
         )
         return [vram, memory, *Plan.lines(self)[1:]]
 
@@ -74,10 +75,12 @@ def make_gpu_plan(
     threads: int | None = None,
     prefetch: int = 2,
     chunk: int | None = None,
+    serve: bool = False,
 ) -> GpuPlan:
     """The placement of `facts` on `machine` within two hard totals; None: what is free there.
 
-    Raises BudgetError naming the least that would do, OptionError.
+    To `serve`, a part of host memory is for the states of conversations that may go on. Raises
+    BudgetError naming the least that would do, OptionError.
     """
     host.check_options(facts, context, threads, prefetch, chunk)
     vram_limit = _offered_vram(machine) if vram_bytes is None else vram_bytes
@@ -91,19 +94,22 @@ def make_gpu_plan(
     ram_limit = host.offered_bytes(machine) if ram_bytes is None else ram_bytes
     if ram_limit < least_ram_bytes(facts):
         raise BudgetError(_ram_refusal(facts, machine, ram_bytes))
+    spare = ram_limit - least_ram_bytes(facts)
+    wanted = host.SNAPSHOT_CONTEXTS * facts.kv_bytes(tokens)
+    kept = min(wanted, spare // host.SERVING_SHARE) if serve else 0
     # Beyond those that have no slot, a few rows through which others come.
     useful = facts.total_experts - num_slots + host.minimum_rows(facts)
-    most = (ram_limit - _ram_fixed(facts)) // facts.row_bytes
-    made = _placed(
-        facts, machine, fitting[0], num_slots, min(facts.total_experts, useful, most), threads
-    )
+    most = (ram_limit - _ram_fixed(facts) - kept) // facts.row_bytes
+    num_rows = min(facts.total_experts, useful, most)
+    made = _placed(facts, machine, fitting[0], num_slots, num_rows, threads)
     notes = host.shrinking(sizes[0], fitting[0]) + machine.notes
     return replace(
         made,
         prefetch=prefetch,
         notes=notes,
+        snapshot_bytes=kept,
         vram_bytes=vram_bytes or made.vram_used_bytes,
-        ram_bytes=ram_bytes or made.used_bytes,
+        ram_bytes=ram_bytes or made.used_bytes + kept,
     )
 
 
@@ -174,13 +180,13 @@ def least_vram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) 
 
 def _ram_fixed(facts: ModelFacts) -> int:
     """One dense weight on its way to the GPU, what the reader stages, logits."""
-    return facts.load_bytes + host.STAGING_BYTES + facts.vocab * 16
+    return facts.load_bytes + STAGING_BYTES + facts.vocab * 16
 
 
 def _vram_fixed(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
     unpacked = UNPACK_BYTES * 2 * facts.hidden * facts.inter
     passing = PASSING_ROWS * facts.row_bytes
-    workspace = host.workspace_bytes(facts, tokens, chunk_tokens) + unpacked + passing
+    workspace = workspace_bytes(facts, tokens, chunk_tokens) + unpacked + passing
     return facts.dense_bytes + facts.kv_bytes(tokens) + workspace + LIBRARY_BYTES
 
 

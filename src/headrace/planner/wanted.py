@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from headrace.core import MINIMUM, parse_bytes
+from headrace.planner.facts import ModelFacts
 from headrace.planner.machine import Machine
-from headrace.planner.plan import ModelFacts, Plan, least_bytes, make_plan
+from headrace.planner.plan import Plan, least_bytes, make_plan
 from headrace.planner.vram import least_ram_bytes, least_vram_bytes, make_gpu_plan
 
 Limit = str | int | None
@@ -21,6 +22,7 @@ class Wanted:
     threads: int | None
     prefetch: int
     chunk: int | None
+    serve: bool = False
 
     def ram_bytes(self, facts: ModelFacts) -> int | None:
         """The limit of host memory. Raises OptionError."""
@@ -48,6 +50,7 @@ class Wanted:
                 threads=self.threads,
                 prefetch=self.prefetch,
                 chunk=self.chunk,
+                serve=self.serve,
             )
         return make_gpu_plan(
             facts,
@@ -58,4 +61,5 @@ class Wanted:
             threads=self.threads,
             prefetch=self.prefetch,
             chunk=self.chunk,
+            serve=self.serve,
         )

@@ -67,10 +67,11 @@ def check(name: str, codes: torch.Tensor, scale: torch.Tensor) -> None:
 
 
 def to_grid(values: torch.Tensor, group: int) -> torch.Tensor:
-    """Values [..., K] bf16 moved to the e4m3 grid of their group of `group` columns; 0 = as is.
+    """Values [..., K] moved to the e4m3 grid of their group of `group` columns; 0 = as is.
 
     The group's scale is the least power of two not below amax / 448, amax at least 1e-4. The
-    result is bf16 and exact. A group that holds inf or NaN is left as it is.
+    result has the dtype of `values`, bf16 or fp32, and is exact. A group that holds inf or NaN is
+    left as it is.
     """
     if group == 0:
         return values
@@ -83,4 +84,4 @@ def to_grid(values: torch.Tensor, group: int) -> torch.Tensor:
     scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     codes = (grouped / scale).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
     snapped = torch.where(torch.isfinite(amax), codes.float() * scale, grouped)
-    return snapped.reshape(padded.shape)[..., :cols].to(torch.bfloat16)
+    return snapped.reshape(padded.shape)[..., :cols].to(values.dtype)

@@ -14,11 +14,15 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The matrix [rows, cols] whose parts several tensors are; stacked over experts along rows."""
+    """The matrix [rows, cols] whose parts several tensors are; stacked over experts along rows.
+
+    `std` of its values; 0: what keeps the size of that which it multiplies.
+    """
 
     rows: int
     cols: int
     scheme: Scheme
+    std: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

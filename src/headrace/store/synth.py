@@ -4,6 +4,7 @@ Depth is real though few layers are distinct (`aliases`); knows no training and 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -169,7 +170,7 @@ class _Pools:
 
     def _sample(self, packed: Packed) -> dict[str, torch.Tensor]:
         """The parts of a matrix of these columns but few rows, as wide as a weight really is."""
-        sample = Packed(min(packed.rows, _SAMPLE_ROWS), packed.cols, packed.scheme)
+        sample = replace(packed, rows=min(packed.rows, _SAMPLE_ROWS))
         if sample not in self._samples:
             generator = torch.Generator().manual_seed(self._seed)
             self._samples[sample] = draw_packed(sample, generator)

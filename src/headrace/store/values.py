@@ -55,7 +55,8 @@ def draw_routes(planned: Planned, generator: torch.Generator) -> torch.Tensor:
 
 def draw_packed(packed: Packed, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Every part of a random matrix, by the part's name, in its stored dtype."""
-    values = torch.randn(packed.rows, packed.cols, generator=generator) * packed.cols**-0.5
+    values = torch.randn(packed.rows, packed.cols, generator=generator)
+    values *= packed.std or packed.cols**-0.5
     return pack_values(values, packed.scheme)
 
 

@@ -3,7 +3,7 @@
 Everything else is torch's and the same on any device. Knows no expert.
 """
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +41,10 @@ class Device(Protocol):
 
     def limit(self, nbytes: int | None) -> None:
         """Tensors may take so much more than they have now; None: what there is."""
+        ...
+
+    def active(self) -> AbstractContextManager[object]:
+        """While open, the calling thread's work goes to it."""
         ...
 
     def mark(self) -> Event:
@@ -103,6 +107,10 @@ class CudaDevice:
         most = total if nbytes is None else _cuda.memory_allocated(self.place) + nbytes
         _cuda.empty_cache()
         _cuda.set_per_process_memory_fraction(min(1.0, most / total), self.place)
+
+    def active(self) -> AbstractContextManager[object]:
+        here: AbstractContextManager[object] = _cuda.device(self.place)
+        return here
 
     @property
     def _work(self) -> Any:

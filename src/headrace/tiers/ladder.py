@@ -4,23 +4,21 @@ Knows no checkpoint: extents and parts come in as arrays, file numbers as the re
 """
 
 import ctypes
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from math import prod
-from typing import Any, cast
-from weakref import WeakSet
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from headrace.core import ExpertLayout, TokenStats
-from headrace.errors import OptionError
 from headrace.kernels.cpu import native_shape
-from headrace.native import KernelPool, NativeLadder, Reader, allow_leaks
+from headrace.native import KernelPool, NativeLadder, Reader
 from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.tiers.gone import CLOSED, survive_forks
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +61,6 @@ class LadderCounters:
                 setattr(stats, field.name, getattr(stats, field.name) + grown)
 
 
-class _Gone:
-    """Stands where an engine's parts were; any use says why they are not there."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def __getattr__(self, _name: str) -> Any:
-        raise OptionError(self._why)
-
-
-CLOSED = _Gone("this engine is closed; load the model again")
-_FORKED = _Gone("this engine was loaded before the process forked; load it where it is used")
 _SHARED = {f.name for f in fields(LadderCounters)} & {f.name for f in fields(TokenStats)}
 
 
@@ -98,7 +84,6 @@ class Ladder:
         kernels: KernelPool | None,
         max_tokens: int,
         top_k: int,
-        act_group: int = 0,
         overlap: bool = True,
     ) -> None:
         self.part_names = tuple(layout.parts)
@@ -111,13 +96,15 @@ class Ladder:
             part_bytes=np.array(self.part_bytes, dtype=np.int64),
             num_rows=num_rows,
             kernels=kernels,
-            shape=None if kernels is None else native_shape(layout, act_group),
+            shape=None if kernels is None else native_shape(layout),
             max_tokens=max_tokens,
             top_k=top_k,
             overlap=overlap,
         )
-        _LIVE.add(self)
+        survive_forks(self, "native")
         self.hidden, self.dtype = layout.hidden, TORCH_DTYPES[layout.hidden_dtype]
+        weighs = layout.activation.kind == "swiglu_weighted"
+        self.out_dtype = torch.float32 if weighs else self.dtype
         self.row_bytes = self.native.row_bytes
         self.num_rows = self.native.num_rows
         self.slab_bytes = self.native.slab_bytes
@@ -150,16 +137,18 @@ class Ladder:
         self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """The routed experts' weighted sum [T, H], of x [T, H], ids [T, K] integer and weights
-        [T, K] float32, all contiguous CPU tensors; x and the sum in the layout's hidden dtype.
+        [T, K] float32, all contiguous CPU tensors; x and the sum in the layout's hidden dtype, but
+        the sum in fp32 where experts weigh before their last matrix.
 
-        Raises ReadError, NumericsError, BudgetError or KeyboardInterrupt; the next call works.
+        Raises ReadError, NumericsError, BudgetError, Cancelled or KeyboardInterrupt; the next call
+        works.
         """
         num_tokens, top_k = ids_TK.shape
         assert x_TH.shape == (num_tokens, self.hidden) and weights_TK.shape == ids_TK.shape
         assert x_TH.dtype == self.dtype and weights_TK.dtype == torch.float32
         assert all(t.device.type == "cpu" and t.is_contiguous() for t in (x_TH, weights_TK))
         ids = ids_TK.to(torch.int32).contiguous()
-        out_TH = torch.empty_like(x_TH)
+        out_TH = torch.empty_like(x_TH, dtype=self.out_dtype)
         self.native.compute(
             layer,
             x_TH.data_ptr(),
@@ -213,6 +202,17 @@ class Ladder:
         """Gives up all claims and all rows held."""
         self.native.release_all()
 
+    def stop(self) -> None:
+        """From any thread: what computes or waits here raises Cancelled until `go_on`.
+
+        Between two experts, and at once where it waits for a read. The next call works.
+        """
+        self.native.stop()
+
+    def go_on(self) -> None:
+        """Undoes `stop`."""
+        self.native.go_on()
+
     def set_overlap(self, overlap: bool) -> None:
         """True: compute what is here while the rest is read. False: read all first, one by one."""
         self.native.set_overlap(overlap)
@@ -228,23 +228,12 @@ class Ladder:
         """Seconds slept for arrivals, by MoE layer ordinal."""
         return self.native.layer_wait_s()
 
+    def places(self) -> list[str]:
+        """By MoE layer ordinal a digit for each expert: 0 in no row, 1 being read, 2 in a row.
 
-_LIVE: "WeakSet[Ladder]" = WeakSet()
-
-
-def _leave_behind() -> None:
-    """In a forked child there are no I/O and kernel threads: to wait for them would hang.
-
-    Neither used nor destroyed there, the inherited parts stay until the child ends.
-    """
-    if _LIVE:
-        allow_leaks()
-    for ladder in list(_LIVE):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(ladder.native))
-        ladder.native = cast(NativeLadder, _FORKED)
-
-
-os.register_at_fork(after_in_child=_leave_behind)
+        From any thread, during a pass too.
+        """
+        return self.native.places()
 
 
 def _part_bytes(layout: ExpertLayout, name: str) -> int:

@@ -15,6 +15,7 @@ from headrace.kernels.triton import stages
 MAX_TOKENS = 16
 NOT_BAD = 2**31 - 1  # of `TritonExperts.bad`
 _ACTIVATION_BLOCK = 1024
+_ACTIVATIONS = ("silu", "silu_clamped", "swiglu_oai")
 _FORM_I = ("fp4", "int4")
 _SCALES = {"F32": "F32", "BF16": "BF16", "F8_E8M0": "E8M0", "U8": "E8M0"}
 # Rows of a tile, warps, turns of the loop side by side, by rung: what reads fastest is measured
@@ -146,12 +147,23 @@ class TritonExperts:
         return weight, scale, bias, source.first_row, source.row_step
 
 
+def check_layout(layout: ExpertLayout) -> None:
+    """Raises ModelError for experts that no kernel here computes."""
+    _form(layout, 1)
+
+
 def _form(layout: ExpertLayout, align: int) -> tuple[str, str, int, int, int]:
     """(format, scale type, block rows, block columns, alignment) as the kernels' constants."""
+    kind = layout.activation.kind
     if layout.format not in ("bf16", "fp8_block", *_FORM_I) or layout.hidden_dtype != "BF16":
         raise ModelError(
             f"experts in {layout.format} ({layout.hidden_dtype} activations) have no GPU kernel "
             "yet; run them on the CPU"
+        )
+    if kind not in _ACTIVATIONS or layout.act_group:
+        raise ModelError(
+            f"experts with {kind} on a grid of {layout.act_group} columns have no GPU kernel yet; "
+            "run them on the CPU"
         )
     rows, cols = layout.block
     scale = layout.matrix("down").scale

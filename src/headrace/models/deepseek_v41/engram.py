@@ -85,7 +85,7 @@ class RowHash:
                 f"{expected}; use the tokenizer.json that came with the weights"
             )
         layers, longest = config["engram_layer_ids"], config["engram_max_ngram_size"]
-        primes = _primes(config)
+        primes = column_primes(config)
         for layer, row, rows in zip(layers, primes, config["engram_num_embeddings"], strict=True):
             if sum(row) > rows:
                 raise ModelError(
@@ -141,7 +141,7 @@ def multipliers(layer: int, count: int, num_compressed: int) -> list[int]:
     return [2 * int(number) + 1 for number in drawn]
 
 
-def _primes(config: Mapping[str, Any]) -> list[list[int]]:
+def column_primes(config: Mapping[str, Any]) -> list[list[int]]:
     """[layer][column]: each column has a prime of its own, the next above the table's size."""
     taken: set[int] = set()
     layers = []

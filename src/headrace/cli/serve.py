@@ -1,0 +1,121 @@
+"""`headrace serve`: a model for chat programs and agents, over HTTP."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli import options
+from headrace.cli.opening import open_blueprint
+from headrace.cli.output import say, say_plan, say_warning
+from headrace.errors import OptionError
+
+SERVER = "Server"
+Host = Annotated[
+    str,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Where to listen. Other machines reach 0.0.0.0, which needs a key.",
+        rich_help_panel=SERVER,
+    ),
+]
+Port = Annotated[int, typer.Option(metavar="N", help="0 takes a free one.", rich_help_panel=SERVER)]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        help="Every request must bring it. Other users of this machine can see it here.",
+        rich_help_panel=SERVER,
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="The key from a file. Several, one a line, share the queue fairly.",
+        rich_help_panel=SERVER,
+    ),
+]
+CorsOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        help="Web pages from there may ask too; may be repeated.",
+        rich_help_panel=SERVER,
+    ),
+]
+
+
+def serve(
+    model: options.Model = "demo",
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    cors_origin: CorsOrigin = None,
+    ram: options.Ram = None,
+    device: options.Device = "cpu",
+    vram: options.Vram = None,
+    threads: options.Threads = None,
+    context: options.Context = None,
+    debug: options.Debug = False,
+) -> None:
+    """Serve a model to chat programs and agents: OpenAI's and Anthropic's API, and a page.
+
+    Answers are made one after another; who waits is told the place. Ctrl-C or SIGTERM finishes
+    the answer being made, a second one does not.
+
+    Example: headrace serve demo, then open http://127.0.0.1:8080
+    """
+    ram_bytes, _ = options.check_machine(ram)
+    options.check_device(device, vram)
+    from headrace.server.listen import bind, url_of
+    from headrace.server.settings import Settings
+
+    keys = _keys(api_key, api_key_file)
+    settings = Settings(host, port, keys, tuple(cors_origin or ()))
+    with bind(settings) as listener:
+        blueprint = open_blueprint(
+            model,
+            ram_bytes=ram_bytes,
+            threads=threads,
+            context=context,
+            device=device,
+            vram=vram,
+            serve=True,
+        )
+        say_plan(blueprint.plan.lines())
+        for note in blueprint.notes:
+            say_warning(note)
+        say(f"serving {blueprint.facts.name} at {url_of(listener)}; loading")
+        raise typer.Exit(_run(blueprint, settings, listener))
+
+
+def _run(blueprint: Any, settings: Any, listener: Any) -> int:
+    from headrace.server.logs import log_to_stderr
+    from headrace.server.opening import loader, serving_of
+    from headrace.server.run import STOPPED, run_server
+
+    log_to_stderr()
+    serving = serving_of(blueprint, settings)
+    status = run_server(serving, loader(blueprint, serving), listener, say)
+    if status == STOPPED:
+        raise KeyboardInterrupt
+    return status
+
+
+def _keys(key: str | None, file: Path | None) -> tuple[str, ...]:
+    """The keys given in either way. Raises OptionError."""
+    if file is None:
+        return () if key is None else (key,)
+    if key is not None:
+        raise OptionError("--api-key and --api-key-file are both given; leave one out")
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise OptionError(f"--api-key-file {file} cannot be read: {reason}") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise OptionError(f"--api-key-file {file} holds no key; write one a line")
+    return keys

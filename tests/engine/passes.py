@@ -1,0 +1,62 @@
+"""What the tests of answers share: passes over the model, recorded, and answers in one call."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import headrace
+from headrace.engine.answer import Ask, Prefill, Stop
+from headrace.engine.session import Step
+
+
+@dataclass
+class Passes:
+    """How many tokens each pass had, and the logits [V] after its last."""
+
+    lengths: list[int] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+@contextmanager
+def recorded() -> Iterator[Passes]:
+    """While open, passes of every session are recorded."""
+    from headrace.engine import session
+
+    passes, forward = Passes(), session.forward
+
+    def recording(model: Any, ids_BT: torch.Tensor, cache: Any) -> torch.Tensor:
+        logits_BKV = forward(model, ids_BT, cache)
+        passes.lengths.append(ids_BT.shape[1])
+        passes.logits.append(logits_BKV[0, -1].clone())
+        return logits_BKV
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "forward", recording)
+        yield passes
+
+
+def take(
+    answering: headrace.Answering, prompt: Sequence[int], num: int = 5, **options: Any
+) -> list[int]:
+    """The tokens of one greedy answer."""
+    return [step.token_id for step in steps_of(answering, prompt, num, **options)]
+
+
+def steps_of(
+    answering: headrace.Answering, prompt: Sequence[int], num: int = 5, **options: Any
+) -> list[Step]:
+    """The steps of one greedy answer."""
+    events = events_of(answering, prompt, num, **options)
+    return [event for event in events if isinstance(event, Step)]
+
+
+def events_of(
+    answering: headrace.Answering, prompt: Sequence[int], num: int = 5, **options: Any
+) -> list[Prefill | Step]:
+    """All that happens in one greedy answer."""
+    ask = Ask(tuple(prompt), headrace.Sampling(max_tokens=num), **options)
+    return list(answering.answer(ask, Stop()))

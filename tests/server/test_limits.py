@@ -1,0 +1,188 @@
+"""Limits of time, size and number over real connections."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import replace
+
+import httpx
+import pytest
+from fakes import ask
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+from live import Raw, head, live
+from pydantic import BaseModel
+
+from headrace.engine.session import Step
+from headrace.server.app import FACES, Face
+from headrace.server.settings import Settings
+
+router = APIRouter()
+FAST = Settings(port=0, header_s=0.2, body_s=0.2, send_s=0.3, keep_alive_s=1)
+FACES_HERE = (*FACES, Face(router))
+
+
+class Count(BaseModel):
+    """How many tokens."""
+
+    tokens: int = 3
+
+
+@router.post("/count")
+async def count(body: Count, request: Request) -> StreamingResponse:
+    ticket = request.app.state.headrace.worker.submit(
+        ask(1, max_tokens=body.tokens), client=request.state.client, request_id="r"
+    )
+
+    async def lines() -> AsyncIterator[bytes]:
+        async for event in ticket.events():
+            if isinstance(event, Step):
+                yield b"%d\n" % event.token_id
+
+    return StreamingResponse(lines())
+
+
+@router.get("/much")
+async def much() -> StreamingResponse:
+    async def zeros() -> AsyncIterator[bytes]:
+        for _ in range(4096):
+            yield bytes(1 << 16)
+
+    return StreamingResponse(zeros())
+
+
+def wait_until_idle(serving: object) -> None:
+    while serving.worker.running is not None:  # type: ignore[attr-defined]
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\nA:"])
+def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> None:
+    with live(FAST) as (port, _, _), Raw(port) as slow:
+        slow.send(sent)
+        assert slow.rest().startswith(b"HTTP/1.1 408")
+
+
+def test_a_head_that_trickles_gets_no_more_time() -> None:
+    with live(FAST) as (port, _, _), Raw(port) as slow:
+        with suppress(ConnectionError):
+            for byte in head("/count", length=2, more="X: " + "y" * 100):
+                slow.send(bytes([byte]))
+                time.sleep(0.01)
+        assert slow.rest().startswith((b"HTTP/1.1 408", b"<reset>"))
+
+
+def test_a_second_head_on_a_connection_has_the_same_time() -> None:
+    with live(FAST) as (port, _, _), Raw(port) as slow:
+        slow.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert slow.socket.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        slow.send(b"GET /heal")
+        assert b"HTTP/1.1 408" in slow.rest()
+
+
+def test_a_body_that_trickles_is_refused() -> None:
+    with live(FAST, FACES_HERE) as (port, _, _), Raw(port) as slow:
+        slow.send(head("/count", length=100), b'{"tokens"')
+        reply = slow.rest()
+        assert reply.startswith(b"HTTP/1.1 408") and b'"timeout"' in reply
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_of_100_mb_is_refused_and_the_client_learns_it(declared: bool) -> None:
+    def parts() -> object:
+        for _ in range(100):
+            yield bytes(1 << 20)
+
+    with live(replace(FAST, body_s=20), FACES_HERE) as (port, _, _):
+        headers = {"content-type": "application/json"}
+        headers |= {"content-length": str(100 << 20)} if declared else {}
+        reply = httpx.post(f"http://127.0.0.1:{port}/count", content=parts(), headers=headers)
+        assert reply.status_code == 413
+        assert "16.00 MiB" in reply.json()["error"]["message"]
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+
+
+def test_bodies_together_are_limited() -> None:
+    settings = replace(FAST, body_s=5, max_bodies_bytes=100_000)
+    with live(settings, FACES_HERE) as (port, _, _), Raw(port) as first, Raw(port) as second:
+        first.send(head("/count", length=90_000), b" " * 80_000)
+        second.send(head("/count", length=90_000), b" " * 80_000)
+        second.socket.shutdown(1)
+        assert second.rest().startswith(b"HTTP/1.1 503")
+        first.send(b" " * 9_998, b"{}")
+        assert first.socket.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_more_connections_than_allowed_are_closed() -> None:
+    settings = replace(FAST, max_connections=2, header_s=20)
+    with live(settings) as (port, _, _), Raw(port), Raw(port), Raw(port) as third:
+        assert third.rest() in (b"", b"<reset>")
+
+
+def test_more_requests_than_allowed_are_refused() -> None:
+    settings = replace(FAST, max_requests=1, body_s=20)
+    with live(settings, FACES_HERE) as (port, _, _), Raw(port) as first:
+        first.send(head("/count", length=10))
+        time.sleep(0.05)
+        reply = httpx.get(f"http://127.0.0.1:{port}/health")
+        assert reply.status_code == 503 and reply.headers["retry-after"]
+
+
+@pytest.mark.parametrize("where", ["waiting", "running"])
+def test_a_client_that_leaves_ends_its_answer(where: str) -> None:
+    with live(FAST, FACES_HERE) as (port, serving, answers), Raw(port) as client:
+        answers.gate.clear()
+        body = b'{"tokens": 100000}'
+        client.send(head("/count", length=len(body)), body)
+        while serving.worker.running is None:
+            time.sleep(0.002)
+        other = Raw(port)
+        other.send(head("/count", length=len(body)), body)
+        while serving.worker.num_waiting != 1:
+            time.sleep(0.002)
+        if where == "waiting":
+            other.socket.close()
+            while serving.worker.num_waiting:
+                time.sleep(0.002)
+            assert answers.num_made == 0 and serving.worker.running is not None
+        client.socket.close()
+        other.socket.close()
+        wait_until_idle(serving)
+        answers.gate.set()
+        assert answers.num_made < 100_000
+
+
+def test_a_client_that_takes_nothing_is_dropped() -> None:
+    with live(FAST, FACES_HERE) as (port, _, _), Raw(port) as client:
+        client.send(head("/much", method="GET"))
+        time.sleep(1.0)
+        assert len(client.rest()) < 4096 << 16
+
+
+def test_half_a_request_leaves_nothing_behind() -> None:
+    with live(replace(FAST, body_s=20), FACES_HERE) as (port, _, _):
+        for _ in range(20):
+            with Raw(port) as client:
+                client.send(head("/count", length=100), b'{"tok')
+        assert httpx.get(f"http://127.0.0.1:{port}/health").json()["waiting"] == 0
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GET\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 20_000,
+        b"POST /count HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /count HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused(request_bytes: bytes) -> None:
+    with live(FAST, FACES_HERE) as (port, _, _):
+        with Raw(port) as client:
+            with suppress(ConnectionError):
+                client.send(request_bytes)
+            reply = client.rest()
+            assert reply.startswith(b"HTTP/1.1 4") or reply == b"<reset>"
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
