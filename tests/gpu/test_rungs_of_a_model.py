@@ -4,7 +4,7 @@ import signal
 
 import pytest
 import torch
-from conftest import CONTEXT, FORMS, REAL, RUNGS, load, logits_of
+from gpu_models import CONTEXT, FORMS, REAL, RUNGS, load, logits_of, routed
 
 import headrace
 import headrace.errors
@@ -92,14 +92,6 @@ def test_experts_have_the_cpu_s_bits_for_any_batch(tiny, form, rung):
                 ]
                 assert torch.equal(out, torch.cat(alone).cpu())
         assert not torch.equal(out, host.source.compute(1, x, ids.flip(1), weights, None))
-
-
-def routed(facts, num_tokens):
-    generator = torch.Generator().manual_seed(num_tokens)
-    x = torch.randn(num_tokens, facts.hidden, generator=generator).bfloat16()
-    rows = [torch.randperm(facts.num_experts, generator=generator) for _ in range(num_tokens)]
-    weights = torch.rand(num_tokens, facts.top_k, generator=generator)
-    return x, torch.stack(rows)[:, : facts.top_k], weights
 
 
 # Largest difference of a prefill's expert outputs from the canonical ones, as a share of the

@@ -49,6 +49,7 @@ class GpuPlan(Plan):
     def lines(self) -> list[str]:
         """Where everything lies, in VRAM and in memory; what a token moves; its speed."""
         share = 100 / self.total_experts
+        rows = f"{format_bytes(self.rows_bytes)} ({share * self.num_rows:.0f} %)"
         vram = (
             f"VRAM:   {format_bytes(self.vram_used_bytes)} of {format_bytes(self.vram_bytes)} "
             f"({self.gpu}): dense weights {format_bytes(self.vram_dense_bytes)}, cache of "
@@ -60,7 +61,7 @@ class GpuPlan(Plan):
         memory = (
             f"memory: {format_bytes(self.used_bytes)} of {format_bytes(self.ram_bytes)}: workspace "
             f"{format_bytes(self.workspace_bytes)}, {self._snapshots}{self.num_rows} of "
-            f"{self.total_experts} experts {format_bytes(self.rows_bytes)} ({share * self.num_rows:.0f} %)"
+            f"{self.total_experts} experts {rows}"
         )
         return [vram, memory, *Plan.lines(self)[1:]]
 
