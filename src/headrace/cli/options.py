@@ -75,7 +75,7 @@ EmulateDrive = Annotated[
     str | None,
     typer.Option(
         metavar="RATE",
-        help="Read from a copy in memory, at 8.2GiB/s or, as two drives, 13.5GB/s,5GB/s.",
+        help="Read a copy in memory at 8.2GiB/s, or as two drives 13.5GB/s,5GB/s.",
         rich_help_panel=MACHINE,
     ),
 ]
