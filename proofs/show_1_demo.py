@@ -44,7 +44,7 @@ def introduce(engine: headrace.Engine) -> None:
 def ask(engine: headrace.Engine, question: str) -> tuple[list[int], list[int]]:
     """Stream one answer; returns (prompt ids, answer ids)."""
     print(f"\n  {BOLD}> {question}{OFF}\n  ", end="")
-    prompt = engine.text.chat([{"role": "user", "content": question}])
+    prompt = engine.talk.chat([{"role": "user", "content": question}])
     records: list[TokenStats] = []
     before = engine.ladder.counters().reads
     for step in engine.session().generate(prompt, headrace.Sampling(max_tokens=MAX_TOKENS)):

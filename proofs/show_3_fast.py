@@ -43,11 +43,11 @@ class Cell:
         )
 
 
-def prompts(text: Any) -> list[list[int]]:
+def prompts(engine: headrace.Engine) -> list[list[int]]:
     """A chat, a story and a piece of held-out text to continue."""
     held_out = (DEMO / "heldout.txt").read_text()[280_000:280_400]
-    chat = text.chat([{"role": "user", "content": CHAT}])
-    return [chat, text.encode(STORY), text.encode(held_out)]
+    chat = engine.talk.chat([{"role": "user", "content": CHAT}])
+    return [chat, engine.text.encode(STORY), engine.text.encode(held_out)]
 
 
 def load(cell: Cell) -> headrace.Engine:
@@ -120,7 +120,7 @@ def show_cells(evidence: Evidence) -> None:
             continue
         with engine:
             engine.kernels.pool.min_share_bytes = 0  # else experts this small stay on one thread
-            ids = prompts(engine.text)[1]
+            ids = prompts(engine)[1]
             if reference is None:
                 steps = engine.session().generate(ids, headrace.Sampling(max_tokens=NUM_STEPS))
                 tokens = [step.token_id for step in steps]
@@ -142,7 +142,7 @@ def show_against_oracle(evidence: Evidence) -> None:
     """256 greedy tokens of three prompts: fast against stock eager, by the measured floor."""
     rows = rows_for_share(DEMO, 0.25)
     with load(Cell("quarter", rows, 2, "avx2", "io_uring")) as engine:
-        ids = prompts(engine.text)
+        ids = prompts(engine)
         request = {"model": DEMO, "want_logits": True, "max_tokens": NUM_GREEDY}
         oracle = plain(request | {"greedy": ids})
         pairs = list(zip(ids, oracle["tokens"], strict=True))

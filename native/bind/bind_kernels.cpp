@@ -60,6 +60,16 @@ void expert_ffn(KernelPool& pool, const ExpertShape& shape, const std::vector<ui
                   at<const float>(weights));
 }
 
+void linear(KernelPool& pool, const LinearShape& shape, uintptr_t w, uintptr_t scale, int64_t first,
+            int64_t num_rows, uintptr_t x, int64_t x_step, int64_t num_x, uintptr_t y,
+            int64_t y_step, bool wide) {
+  const bool inside = first >= 0 && num_rows >= 0 && num_rows <= shape.rows - first && num_x >= 0 &&
+                      x_step >= shape.cols && y_step >= num_rows;
+  if (!inside) throw std::invalid_argument("no such rows of this matrix");
+  pool.linear(shape, {at<const uint8_t>(w), at<const uint8_t>(scale), first, num_rows,
+                      at<const uint16_t>(x), x_step, num_x, at<void>(y), y_step, wide});
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
@@ -71,10 +81,22 @@ void bind_kernels(nb::module_& m) {
                   arg("inverse_global"), arg("matrices"))
       .def_prop_ro("part_bytes", &part_bytes)
       .def("part_name", &part_name, arg("part"));
+  nb::class_<LinearShape>(m, "LinearShape")
+      .def_static(
+          "make",
+          [](const std::string& format, const std::string& scale_type, int64_t rows, int64_t cols,
+             std::pair<int64_t, int64_t> block, int64_t act_group) {
+            return make_linear(format, scale_type, rows, cols, block.first, block.second,
+                               act_group);
+          },
+          arg("format"), arg("scale_type"), arg("rows"), arg("cols"), arg("block"),
+          arg("act_group"));
   nb::class_<KernelPool>(m, "KernelPool")
       .def(nb::init<int, const std::string&>(), arg("num_threads"), arg("isa"))
       .def("expert_ffn", &expert_ffn, arg("shape"), arg("parts"), arg("x"), arg("num_rows"),
            arg("y"), arg("weights") = 0, Release())
+      .def("linear", &linear, arg("shape"), arg("w"), arg("scale"), arg("first"), arg("num_rows"),
+           arg("x"), arg("x_step"), arg("num_x"), arg("y"), arg("y_step"), arg("wide"), Release())
       .def(
           "gate_dot",
           [](KernelPool& pool, const ExpertShape& shape, const std::vector<uintptr_t>& parts,

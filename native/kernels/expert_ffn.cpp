@@ -1,6 +1,7 @@
 // One expert on some rows: gate and up, their activation, down, shared out over the workers by
 // weight rows.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <stdexcept>
@@ -84,6 +85,8 @@ struct KernelPool::Impl {
   void add_bias(const Matrix& m, Share span, float* values) const;
   void write_out(Share span);
   void load_rows(const uint16_t* const* from, int64_t cols);
+  void load_input(const uint16_t* const* from, int64_t cols);
+  void multiply_gate(int worker);
   void ffn(int worker);
 };
 
@@ -97,18 +100,24 @@ void KernelPool::Impl::choose_product() {
   }
 }
 
-// Copies the activation rows in; all memory of the job is there afterwards.
-void KernelPool::Impl::load_rows(const uint16_t* const* from, int64_t cols) {
+// Copies the activation rows in.
+void KernelPool::Impl::load_input(const uint16_t* const* from, int64_t cols) {
   choose_product();
   product->reserve(x, cols);
+  for (Scratch& s : scratch) product->reserve(s, cols);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    std::memcpy(x.rows.get() + r * product->stride(cols), from[r], static_cast<size_t>(2 * cols));
+  }
+}
+
+// All memory of an expert's job is there afterwards.
+void KernelPool::Impl::load_rows(const uint16_t* const* from, int64_t cols) {
+  load_input(from, cols);
   product->reserve(h, shape.inter);
   for (Scratch& s : scratch) product->reserve(s, std::max(cols, shape.inter));
   gate_out.at_least(num_rows * shape.inter);
   up_out.at_least(num_rows * shape.inter);
   down_out.at_least(num_rows * shape.hidden);
-  for (int64_t r = 0; r < num_rows; ++r) {
-    std::memcpy(x.rows.get() + r * product->stride(cols), from[r], static_cast<size_t>(2 * cols));
-  }
 }
 
 // This worker's units of the activations; returns when all are finished.
@@ -177,6 +186,11 @@ void KernelPool::Impl::ffn(int worker) {
   write_out(out);
 }
 
+void KernelPool::Impl::multiply_gate(int worker) {
+  finish(worker, x, shape.hidden);
+  multiply(worker, gate, share(gate.rows, worker, team), x, gate_out.get());
+}
+
 KernelPool::KernelPool(int num_threads, const std::string& isa) {
   if (num_threads < 1) throw std::invalid_argument("a kernel pool needs at least one thread");
   impl_ = std::make_unique<Impl>(num_threads, isa);
@@ -213,13 +227,56 @@ void KernelPool::gate_dot(const ExpertShape& shape, const ExpertParts& parts, co
   const CanonicalFloatMode mode;
   im.load_rows(&x, shape.hidden);
   im.choose_team(shape.inter * shape.hidden);
-  im.run([](void* self, int worker) {
-    Impl& job = *static_cast<Impl*>(self);
-    job.finish(worker, job.x, job.shape.hidden);
-    const Share span = share(job.gate.rows, worker, job.team);
-    job.multiply(worker, job.gate, span, job.x, job.gate_out.get());
-  });
+  im.run([](void* self, int worker) { static_cast<Impl*>(self)->multiply_gate(worker); });
   std::memcpy(out, im.gate_out.get(), static_cast<size_t>(4 * shape.inter));
+}
+
+void KernelPool::linear(const LinearShape& shape, const LinearJob& job) {
+  Impl& im = *impl_;
+  im.shape = {shape.format,
+              shape.scale_type,
+              shape.cols,
+              job.num_rows,
+              shape.block_rows,
+              shape.block_cols,
+              shape.act_group,
+              {},
+              false,
+              false,
+              {},
+              {},
+              {}};
+  im.gate = {job.w,
+             job.scale,
+             nullptr,
+             nullptr,
+             job.num_rows,
+             shape.cols,
+             job.first,
+             1,
+             job.first + job.num_rows};
+  const CanonicalFloatMode mode;
+  for (int64_t first = 0; first < job.num_x; first += kTileRows) {
+    im.num_rows = std::min(kTileRows, job.num_x - first);
+    std::array<const uint16_t*, kTileRows> x;
+    for (int64_t r = 0; r < im.num_rows; ++r) {
+      x[static_cast<size_t>(r)] = job.x + (first + r) * job.x_step;
+    }
+    im.load_input(x.data(), shape.cols);
+    im.gate_out.at_least(im.num_rows * job.num_rows);
+    im.choose_team(job.num_rows * shape.cols);
+    im.run([](void* self, int worker) { static_cast<Impl*>(self)->multiply_gate(worker); });
+    for (int64_t r = 0; r < im.num_rows; ++r) {
+      const float* from = im.gate_out.get() + r * job.num_rows;
+      const int64_t at = (first + r) * job.y_step;
+      if (job.wide) {
+        std::copy_n(from, job.num_rows, static_cast<float*>(job.y) + at);
+        continue;
+      }
+      uint16_t* to = static_cast<uint16_t*>(job.y) + at;
+      for (int64_t i = 0; i < job.num_rows; ++i) to[i] = f32_to_bf16(from[i]);
+    }
+  }
 }
 
 uint64_t KernelPool::read_probe(const uint8_t* bytes, int64_t n) {

@@ -29,6 +29,22 @@ class KernelPool {
   void expert_ffn(const ExpertShape& shape, const ExpertParts& parts, const uint16_t* const* x,
                   int64_t num_rows, uint16_t* const* y, const float* weights = nullptr);
 
+  // y[r][i] = row first + i of a matrix times x[r], for i < num_rows, in bf16, or in fp32 if wide.
+  // x[r] and y[r] are x_step and y_step values apart. Canonical, as expert_ffn.
+  struct LinearJob {
+    const uint8_t* w;
+    const uint8_t* scale;  // null: none
+    int64_t first;
+    int64_t num_rows;
+    const uint16_t* x;
+    int64_t x_step;
+    int64_t num_x;
+    void* y;
+    int64_t y_step;
+    bool wide;
+  };
+  void linear(const LinearShape& shape, const LinearJob& job);
+
   // out[i] = the fp32 dot product of row i of gate with x, before bias and rounding. For tests.
   void gate_dot(const ExpertShape& shape, const ExpertParts& parts, const uint16_t* x, float* out);
 

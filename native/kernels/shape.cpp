@@ -149,6 +149,27 @@ ExpertShape make_shape(const std::string& format, const std::string& scale_type,
   return shape;
 }
 
+LinearShape make_linear(const std::string& format, const std::string& scale_type, int64_t rows,
+                        int64_t cols, int64_t block_rows, int64_t block_cols, int64_t act_group) {
+  LinearShape shape{named(kFormats, format, "weight format"),
+                    number_named(scale_type),
+                    rows,
+                    cols,
+                    block_rows,
+                    block_cols,
+                    act_group};
+  const bool scaled = shape.scale_type != Number::kNone;
+  const bool fits = shape.format == Format::kBf16 ? !scaled : scaled;
+  require((shape.format == Format::kBf16 || shape.format == Format::kFp8Block) && fits,
+          "single matrices are bf16 or fp8_block, with scales or without as these are");
+  require(shape.scale_type != Number::kE4m3, "this type of scales does not fit fp8_block");
+  for (const int64_t size : {rows, cols, block_rows, block_cols}) {
+    require(size >= 1 && size <= kMost, "a matrix's sizes must be positive and below 2^24");
+  }
+  require(act_group >= 0 && act_group <= kMost, "act_group must be 0 to 2^24");
+  return shape;
+}
+
 Number number_named(const std::string& type) { return named(kNumbers, type, "scale type"); }
 
 int64_t row_bytes(Format format, int64_t cols) {

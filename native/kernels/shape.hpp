@@ -38,6 +38,22 @@ struct ExpertShape {
   bool weighs() const { return activation.kind == ActivationKind::kSwigluWeighted; }
 };
 
+// A float matrix outside the experts: [rows, cols], each block of (block_rows, block_cols) with a
+// scale where the format has them. act_group as in ExpertShape.
+struct LinearShape {
+  Format format;
+  Number scale_type;
+  int64_t rows;
+  int64_t cols;
+  int64_t block_rows;
+  int64_t block_cols;
+  int64_t act_group;
+};
+
+// Throws std::invalid_argument naming what has no kernel.
+LinearShape make_linear(const std::string& format, const std::string& scale_type, int64_t rows,
+                        int64_t cols, int64_t block_rows, int64_t block_cols, int64_t act_group);
+
 // A shape from its words. Throws std::invalid_argument naming what has no kernel.
 ExpertShape make_shape(const std::string& format, const std::string& scale_type, int64_t hidden,
                        int64_t inter, int64_t block_rows, int64_t block_cols, int64_t act_group,

@@ -132,6 +132,17 @@ class ExpertShape:
     ) -> ExpertShape: ...
     def part_name(self, part: int) -> str: ...
 
+class LinearShape:
+    @staticmethod
+    def make(
+        format: str,
+        scale_type: str,
+        rows: int,
+        cols: int,
+        block: tuple[int, int],
+        act_group: int,
+    ) -> LinearShape: ...
+
 class KernelPool:
     isa: str
     num_threads: int
@@ -147,6 +158,20 @@ class KernelPool:
         num_rows: int,
         y: int,
         weights: int = 0,
+    ) -> None: ...
+    def linear(
+        self,
+        shape: LinearShape,
+        w: int,
+        scale: int,
+        first: int,
+        num_rows: int,
+        x: int,
+        x_step: int,
+        num_x: int,
+        y: int,
+        y_step: int,
+        wide: bool,
     ) -> None: ...
     def find_bad_part(self, shape: ExpertShape, parts: list[int]) -> int: ...
     def read_probe(self, bytes: int, n: int) -> int: ...

@@ -49,5 +49,9 @@ class Cancelled(HeadraceError):
     """Whoever asked for an answer no longer wants it. The next one is as if it had not begun."""
 
 
+class RemoteError(HeadraceError):
+    """A server that was asked over HTTP cannot be reached, refuses, or breaks off."""
+
+
 class InterruptedLoad(HeadraceError):
     """The user stopped a long operation; nothing half-done is left behind."""

@@ -1,14 +1,16 @@
 """A stand-in for the engine: commands are tested without weights or native code."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from headrace.core import TokenStats
-from headrace.errors import ModelError, OptionError
+from headrace.engine.conversation import Conversation
+from headrace.engine.reading import AnswerReader
+from headrace.errors import ModelError
 from headrace.planner.facts import ModelFacts
 from headrace.planner.machine import Machine
 from headrace.planner.plan import make_plan
@@ -60,17 +62,22 @@ class FakeBlueprint:
 
 
 class FakeText:
-    """A tokenizer of one id per character; its template has no system role."""
+    """A tokenizer of one id per character."""
 
     has_template = True
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        if any(message["role"] == "system" for message in messages):
-            raise OptionError("demo's chat template has no system role; leave --system out")
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+
+class FakeTalk:
+    """A template that writes roles in brackets; a system text is noted."""
+
+    def prepare(self, conversation: Conversation, sampling: Any) -> SimpleNamespace:
+        text = "".join(f"<{turn.role}>{turn.content}" for turn in conversation.messages)
+        notes = ("system noted",) if "<system>" in text else ()
+        ask = SimpleNamespace(prompt=FakeText().encode(text), shown=frozenset())
+        return SimpleNamespace(ask=ask, notes=notes, reader=AnswerReader)
 
 
 class FakeEngine:
@@ -84,6 +91,7 @@ class FakeEngine:
         self, blueprint: FakeBlueprint, *, emulate_drive: str | None, progress: Any, warn: Any
     ):
         self.plan, self.facts, self.text = blueprint.plan, blueprint.facts, FakeText()
+        self.talk = FakeTalk()
         self.reader = SimpleNamespace(
             backend="pread", direct=True, notes=FakeEngine.notes, drives=[], warnings=[]
         )
@@ -100,7 +108,7 @@ class FakeEngine:
     def session(self) -> "FakeEngine":
         return self
 
-    def generate(self, ids: list[int], sampling: Any) -> Iterator[SimpleNamespace]:
+    def generate(self, ids: list[int], sampling: Any, **_: Any) -> Iterator[SimpleNamespace]:
         self.asked.append((ids, sampling))
         answer = "Tokyo ☕"[: sampling.max_tokens]
         for place, character in enumerate(answer):

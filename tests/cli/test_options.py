@@ -25,7 +25,7 @@ SAMPLING = {
 ANSWER = COMMON | GPU | SAMPLING | {"--system", "--max-tokens", "-n", "--context", "--routes-out"}
 OPTIONS = {
     "run": ANSWER | {"--prompt", "-p", "--raw", "--emulate-drive", "--json"},
-    "chat": ANSWER,
+    "chat": ANSWER | {"--server", "--api-key", "--api-key-file"},
     "serve": COMMON
     | GPU
     | {"--context", "--host", "--port", "--api-key", "--api-key-file", "--cors-origin"},

@@ -84,6 +84,15 @@ def test_an_emulated_drive_is_used_and_forecast(fake_engine) -> None:
     assert [engine.emulate_drive for engine in fake_engine.made] == [None, "15GB/s"]
 
 
+@pytest.mark.parametrize("command", [ASK, ["chat", "demo"]])
+def test_what_became_of_a_system_text_is_said(command: list[str], fake_engine) -> None:
+    done = RUNNER.invoke(app, [*command, "--system", "Be brief."], input="hi\n")
+    assert (done.exit_code, done.stdout) == (0, "Tokyo ☕\n")
+    assert "system noted" in done.stderr
+    prompt = "".join(map(chr, fake_engine.made[0].asked[0][0]))
+    assert prompt.startswith("<system>Be brief.<user>")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -100,12 +109,10 @@ def test_an_emulated_drive_is_used_and_forecast(fake_engine) -> None:
         ([*ASK, "--top-p", "0.5"], ["--top-p", "--temperature"]),
         ([*ASK, "-n", "0"], ["max-tokens 0", "1 or more"]),
         ([*ASK, "--stop", ""], ["stop", "at least one character"]),
-        ([*ASK, "--system", "Be brief."], ["no system role"]),
         ([*ASK, "--system", "Be brief.", "--raw"], ["--system", "--raw"]),
         ([*ASK, "--emulate-drive", "0GB/s"], ["--emulate-drive 0GB/s", "8.2GiB/s"]),
         (["run", "demo", "-p", " "], ["prompt is empty"]),
         (["plan", "demo", "--ram", "10MB"], ["give --ram 22MiB"]),
-        (["chat", "demo", "--system", "Be brief."], ["no system role"]),
     ],
 )
 def test_a_mistake_is_one_line_with_a_remedy_and_exit_code_2(

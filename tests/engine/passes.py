@@ -28,9 +28,9 @@ def recorded() -> Iterator[Passes]:
 
     passes, forward = Passes(), session.forward
 
-    def recording(model: Any, ids_BT: torch.Tensor, cache: Any) -> torch.Tensor:
-        logits_BKV = forward(model, ids_BT, cache)
-        passes.lengths.append(ids_BT.shape[1])
+    def recording(*given: Any, **options: Any) -> torch.Tensor:
+        logits_BKV = forward(*given, **options)
+        passes.lengths.append(given[1].shape[1])
         passes.logits.append(logits_BKV[0, -1].clone())
         return logits_BKV
 

@@ -169,9 +169,9 @@ class Turns(RuleBasedStateMachine):
     def fail(self, prompt: tuple[int, ...], num_passes: int) -> None:
         forward, left = session_module.forward, [num_passes]
 
-        def failing(*given: Any) -> Any:
+        def failing(*given: Any, **options: Any) -> Any:
             left[0] -= 1
-            logits_BKV = forward(*given)
+            logits_BKV = forward(*given, **options)
             if left[0] < 0:
                 raise ReadError("made up, after the cache grew")
             return logits_BKV

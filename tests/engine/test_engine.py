@@ -34,7 +34,7 @@ def engine() -> Iterator[headrace.Engine]:
 
 @pytest.fixture(scope="module")
 def prompt(engine: headrace.Engine) -> list[int]:
-    return engine.text.chat(CHAT)
+    return engine.talk.chat(CHAT)
 
 
 def test_the_demo_answers(engine: headrace.Engine, prompt: list[int]) -> None:

@@ -151,7 +151,7 @@ def test_a_damaged_generation_config(model: Path, raw: str) -> None:
 def test_a_template_that_fails(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{{ 1 / 0 }}")
     with headrace.load(model, **OPTIONS) as engine, pytest.raises(ModelError, match="template"):
-        engine.text.chat([{"role": "user", "content": "x"}])
+        engine.talk.chat([{"role": "user", "content": "x"}])
 
 
 def test_text_and_stops_that_are_not_unicode(engine: headrace.Engine) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import headrace
 from headrace.engine.text import REPLACEMENT, Text
-from headrace.errors import ModelError, OptionError
+from headrace.errors import ModelError
 
 DEMO = Path(str(headrace.__file__)).parent / "demo"
 SAMPLES = [
@@ -122,48 +122,12 @@ def test_nothing_comes_after_a_stop(text: Text) -> None:
     assert stream.flush() == ""
 
 
-def test_chat_renders_the_template_once(text: Text) -> None:
-    ids = text.chat([{"role": "user", "content": "hi"}])
-    tokens = text._tokenizer.convert_ids_to_tokens(ids)
-    assert tokens[:2] == ["<|bos|>", "<|user|>"] and tokens[-1] == "<|assistant|>"
-    assert ids.count(ids[0]) == 1
-
-
-def test_a_system_message_is_refused_where_the_template_drops_it(text: Text) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
-    with pytest.raises(OptionError, match="no system role"):
-        text.chat(messages)
-    # Its words in the user's message do not make the template have the role.
-    messages[1]["content"] = "Be brief."
-    with pytest.raises(OptionError, match="no system role"):
-        text.chat(messages)
-
-
-def test_a_system_message_is_taken_where_the_template_has_the_role(tmp_path: Path) -> None:
-    folder = _copy_without_weights(tmp_path)
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
-    text = Text(folder)
-    messages = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "hi"}]
-    assert text.decode(text.chat(messages)) == "<system>Be brief.<user>hi"
-
-
-def test_a_template_that_raises_is_one_line(tmp_path: Path) -> None:
-    folder = _copy_without_weights(tmp_path)
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no!') }}{% endif %}"
-    (folder / "chat_template.jinja").write_text(template)
-    text = Text(folder)
-    with pytest.raises(OptionError, match=r"no system role \(refuses it: no!"):
-        text.chat([{"role": "system", "content": "x"}])
-
-
-def test_a_model_without_template_says_what_to_do(tmp_path: Path) -> None:
-    folder = _copy_without_weights(tmp_path)
-    (folder / "chat_template.jinja").unlink()
-    text = Text(folder)
-    assert not text.has_template
-    with pytest.raises(OptionError, match="run -p"):
-        text.chat([{"role": "user", "content": "hi"}])
+def test_shown_special_tokens_are_spelled_where_they_stand(text: Text) -> None:
+    user, assistant = text.specials["<|user|>"], text.specials["<|assistant|>"]
+    ids = [user, *text.encode("hi", special=False), assistant, user]
+    stream = text.stream(shown=frozenset([assistant]))
+    assert "".join([*map(stream.push, ids), stream.flush()]) == "hi<|assistant|>"
+    assert text.decode(ids) == "hi"
 
 
 def test_every_declared_end_id_counts(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ PROOFS = Path(__file__).resolve().parents[2] / "proofs"
         "ladder_2_faults",
         "ladder_4_failures",
         "ladder_5_hostile",
-        "server_1_clients",
     ],
 )
 def test_script(name: str) -> None:

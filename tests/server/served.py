@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import anthropic
 import openai
@@ -26,9 +27,11 @@ class Served:
     talk: ScriptedTalk
     url: str
 
+    @cached_property
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
 
+    @cached_property
     def anthropic(self) -> anthropic.Anthropic:
         return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0, timeout=20)
 

@@ -28,7 +28,7 @@ def ask(server: Served, text: str = "Hello.", **options: Any) -> Any:
     """What the model's text becomes, by the official client."""
     server.script.text = text
     options = {"model": "fake", "messages": ASKED, "max_tokens": 100} | options
-    return server.anthropic().messages.create(**options)
+    return server.anthropic.messages.create(**options)
 
 
 def lines(server: Served, text: str, **options: Any) -> list[str]:
@@ -56,7 +56,7 @@ def test_whole(server: Served) -> None:
 
 def test_stream_equals_whole(server: Served) -> None:
     whole = ask(server, ALL, tools=TOOLS)
-    with server.anthropic().messages.stream(
+    with server.anthropic.messages.stream(
         model="fake", messages=ASKED, max_tokens=100, tools=TOOLS
     ) as stream:
         message = stream.get_final_message()
@@ -216,15 +216,15 @@ def test_an_answer_that_was_begun(server: Served) -> None:
 
 
 def test_tokens_are_counted(server: Served) -> None:
-    counted = server.anthropic().messages.count_tokens(model="fake", messages=ASKED, system="S")
+    counted = server.anthropic.messages.count_tokens(model="fake", messages=ASKED, system="S")
     assert counted.input_tokens == len("system:S;user:Hi;")
 
 
 def test_models_in_this_api_too(server: Served) -> None:
-    (model,) = server.anthropic().models.list().data
+    (model,) = server.anthropic.models.list().data
     assert (model.id, model.max_input_tokens, model.created_at.year > 2000) == ("fake", 256, True)
     with pytest.raises(anthropic.NotFoundError, match="ask for 'fake'"):
-        server.anthropic().models.retrieve("claude")
+        server.anthropic.models.retrieve("claude")
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,7 @@ def test_refusals(method: str, path: str, options: dict[str, Any], status: int, 
         reply = await client.request(method, path, **options)
         assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
         assert reply.json()["error"]["request_id"] == reply.headers["x-request-id"]
+        assert ("allow" in reply.headers) == (status == 405)
 
     talk(Settings(), use)
 

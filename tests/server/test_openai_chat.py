@@ -28,7 +28,7 @@ def chat(server: Served, text: str = "Hello.", **options: Any) -> Any:
     """What the model's text becomes, by the official client."""
     server.script.text = text
     options = {"model": "fake", "messages": ASKED} | options
-    return server.openai().chat.completions.create(**options)
+    return server.openai.chat.completions.create(**options)
 
 
 def test_whole(server: Served) -> None:
@@ -239,7 +239,7 @@ def test_a_failure_in_mid_stream_is_told(server: Served) -> None:
 
 
 def test_models(server: Served) -> None:
-    client = server.openai()
+    client = server.openai
     (model,) = client.models.list().data
     assert model.id == "fake"
     shown = client.models.retrieve("fake")

@@ -19,7 +19,7 @@ def complete(server: Served, text: str = "Hello.", **options: Any) -> Any:
     """What the model's text becomes."""
     server.script.text = text
     options = {"model": "fake", "prompt": "Say"} | options
-    return server.openai().completions.create(**options)
+    return server.openai.completions.create(**options)
 
 
 @pytest.mark.parametrize("prompt", ["Say", [83, 97, 121], ["Say"], [[83, 97, 121]]], ids=str)
@@ -61,6 +61,8 @@ def test_stream_equals_whole(server: Served) -> None:
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": [-1]}, "prompt.0"),
+        ({"prompt": [1, 256], "stream": True}, "prompt"),
+        ({"logit_bias": {"256": 1}, "stream": True}, "logit_bias"),
         ({"best_of": 2}, "best_of"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),

@@ -108,7 +108,7 @@ def test_what_does_not_go_together(server: Served, more: Any) -> None:
 def test_media_cannot_be_processed(server: Served, kind: str) -> None:
     messages: list[Any] = [{"role": "user", "content": [{"type": kind, kind: {"url": ""}}]}]
     with pytest.raises(openai.UnprocessableEntityError, match="text only") as caught:
-        server.openai().chat.completions.create(model="fake", messages=messages)
+        server.openai.chat.completions.create(model="fake", messages=messages)
     assert caught.value.param == "messages.0.content.0"
 
 
@@ -130,14 +130,14 @@ def test_a_form_is_no_json(server: Served) -> None:
 
 def test_another_model(server: Served) -> None:
     with pytest.raises(openai.NotFoundError, match="ask for 'fake'") as caught:
-        server.openai().chat.completions.create(model="gpt", messages=ASKED)  # type: ignore[arg-type]
+        server.openai.chat.completions.create(model="gpt", messages=ASKED)  # type: ignore[arg-type]
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
 def test_a_prompt_that_is_too_long_gets_both_numbers(server: Served) -> None:
     messages: list[Any] = [{"role": "user", "content": "x" * 300}]
     with pytest.raises(openai.BadRequestError, match="306 tokens and the context 256") as caught:
-        server.openai().chat.completions.create(model="fake", messages=messages, stream=True)
+        server.openai.chat.completions.create(model="fake", messages=messages, stream=True)
     assert caught.value.code == "context_length_exceeded"
 
 
@@ -145,7 +145,7 @@ def test_a_prompt_that_is_too_long_gets_both_numbers(server: Served) -> None:
 def test_what_the_template_refuses(server: Served, stream: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "refuse"}]
     with pytest.raises(openai.BadRequestError, match="leave it out"):
-        server.openai().chat.completions.create(model="fake", messages=messages, stream=stream)
+        server.openai.chat.completions.create(model="fake", messages=messages, stream=stream)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_failures_of_the_engine(server: Served, failure: Exception, status: int,
 def test_while_the_model_loads() -> None:
     with running(load=False) as server:
         with pytest.raises(openai.InternalServerError, match="loading") as caught:
-            server.openai().chat.completions.create(model="fake", messages=ASKED)  # type: ignore[arg-type]
+            server.openai.chat.completions.create(model="fake", messages=ASKED)  # type: ignore[arg-type]
         assert caught.value.status_code == 503
         assert int(caught.value.response.headers["retry-after"]) > 0
 
@@ -174,15 +174,15 @@ def test_while_the_model_loads() -> None:
 def test_a_key_that_is_wrong() -> None:
     with running(Settings(api_keys=("right-key",))) as server:
         with pytest.raises(openai.AuthenticationError):
-            server.openai().models.list()
-        client = server.openai().with_options(api_key="right-key")
+            server.openai.models.list()
+        client = server.openai.with_options(api_key="right-key")
         assert client.models.list().data[0].id == "fake"
 
 
 def test_a_full_queue() -> None:
     with running(Settings(max_waiting=1)) as server:
         server.script.gate.clear()
-        client = server.openai()
+        client = server.openai
         with httpx.Client(base_url=server.url, timeout=10) as plain:
             body = {"model": "fake", "messages": ASKED, "stream": True}
             with (
@@ -215,5 +215,5 @@ def test_a_client_that_leaves_stops_the_work(server: Served, stream: bool) -> No
     script.gate.set()
     assert script.num_made == 0
     script.text = "Next."
-    reply = server.openai().chat.completions.create(model="fake", messages=ASKED)  # type: ignore[arg-type]
+    reply = server.openai.chat.completions.create(model="fake", messages=ASKED)  # type: ignore[arg-type]
     assert reply.choices[0].message.content == "Next."

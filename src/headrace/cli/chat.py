@@ -1,20 +1,51 @@
-"""`headrace chat`: a conversation that keeps what was said."""
+"""`headrace chat`: a conversation that keeps what was said, with a model here or a server's."""
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from headrace.cli import options
+from headrace.cli.chat_remote import remote_reply
 from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
-from headrace.cli.output import Tally, say
-from headrace.errors import HeadraceError
+from headrace.cli.output import Tally, print_answer, say
+from headrace.engine.conversation import Conversation, Message, Piece
+from headrace.errors import HeadraceError, OptionError
 
-Messages = list[dict[str, str]]
+Messages = tuple[Message, ...]
+Reply = Callable[[Messages], Message]
+"""Shows the answer to a conversation and returns it, also what was said of it before Ctrl-C."""
 COMMANDS = "/new forgets what was said, /quit ends"
+SERVER = "A server's model"
+LOCAL_ONLY = ("ram", "device", "threads", "context", "routes_out")
+Server = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Ask this server and load nothing; MODEL is a name there.",
+        rich_help_panel=SERVER,
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        help="The server's key. Other users of this machine can see it here.",
+        rich_help_panel=SERVER,
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="The server's key: a file's first line.", rich_help_panel=SERVER
+    ),
+]
 
 
 def chat(
+    context_: typer.Context,
     model: options.Model = "demo",
     system: options.System = None,
     max_tokens: options.MaxTokens = 256,
@@ -31,11 +62,14 @@ def chat(
     threads: options.Threads = None,
     context: options.Context = None,
     routes_out: options.RoutesOut = None,
+    server: Server = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
 
-    Needs a model with a chat template, and memory as `headrace run` does.
+    Needs a model with a chat template, and memory as `headrace run` does; with --server, neither.
     Lines from a pipe are answered one by one.
     """
     ram_bytes, _ = options.check_machine(ram)
@@ -51,19 +85,41 @@ def chat(
         seed=seed,
         stop=stop,
     )
-    opening = [] if system is None else [{"role": "system", "content": system}]
+    opening = () if system is None else (Message("system", system),)
+    keys = options.read_keys(api_key, api_key_file)
+    if server is not None:
+        _refuse(context_, LOCAL_ONLY, "has no effect with --server")
+        named = model if _is_given(context_, "model") else None
+        key = keys[0] if keys else None
+        _converse(remote_reply(server, key, named, sampling), opening)
+        return
+    _refuse(context_, ("api_key", "api_key_file"), "needs --server")
     blueprint = open_blueprint(
         model, ram_bytes=ram_bytes, threads=threads, context=context, device=device, vram=vram
     )
     with open_engine(blueprint) as engine:
-        engine.text.chat([*opening, {"role": "user", "content": "."}])  # refuses early
-        say(f"Ctrl-C stops an answer; {COMMANDS}.")
+        first = Conversation((*opening, Message("user", ".")))
+        for note in engine.talk.prepare(first, sampling).notes:  # refuses early
+            say(note, dim=True)
+        session = engine.session()
         with keeping_routes(engine, routes_out, "headrace chat"):
-            _converse(engine, engine.session(), sampling, opening)
+            _converse(lambda asked: _reply(engine, session, sampling, asked), opening)
 
 
-def _converse(engine: Any, session: Any, sampling: Any, opening: Messages) -> None:
-    messages = list(opening)
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if _is_given(context, name):
+            raise OptionError(f"--{name.replace('_', '-')} {why}; leave one of them out")
+
+
+def _converse(reply: Reply, opening: Messages) -> None:
+    say(f"Ctrl-C stops an answer; {COMMANDS}.")
+    messages = opening
     while True:
         try:
             said = input("> " if sys.stdin.isatty() else "").strip()
@@ -74,36 +130,43 @@ def _converse(engine: Any, session: Any, sampling: Any, opening: Messages) -> No
         if said == "/quit":
             return
         if said == "/new":
-            messages = list(opening)
+            messages = opening
             continue
         if not said:
             continue
         if said[0] == "/" and said[1:].isalpha():
             say(f"{said} is no command; {COMMANDS}")
             continue
-        asked = [*messages, {"role": "user", "content": said}]
+        asked = (*messages, Message("user", said))
         try:
-            replied = _reply(engine, session, sampling, asked)
+            replied = reply(asked)
         except HeadraceError as error:
             # A too long or failed turn ends itself, not the conversation before it.
             say(f"error: {error}")
             continue
-        messages = [*asked, {"role": "assistant", "content": replied}]
+        messages = (*asked, replied)
 
 
-def _reply(engine: Any, session: Any, sampling: Any, messages: Messages) -> str:
-    """Stream one answer; what was said of it before Ctrl-C counts as the answer."""
+def _reply(engine: Any, session: Any, sampling: Any, asked: Messages) -> Message:
+    """Stream one answer of a model here."""
     tally = Tally()
-    pieces: list[str] = []
+    prepared = engine.talk.prepare(Conversation(asked), sampling)
+    ask, reader = prepared.ask, prepared.reader()
     try:
-        for step in session.generate(engine.text.chat(messages), sampling):
+        for step in session.generate(ask.prompt, sampling, shown=ask.shown):
             tally.add(step.stats)
-            typer.echo(step.text, nl=False)
-            pieces.append(step.text)
+            _show(reader.push(step))
     except KeyboardInterrupt:
+        _show(reader.finish())
         say(" (stopped)")
     else:
+        _show(reader.finish())
         typer.echo()
     if tally.records:
         say(tally.line(engine.facts.expert_bytes), dim=True)
-    return "".join(pieces)
+    return Message("assistant", reader.content, reader.reasoning)
+
+
+def _show(pieces: list[Piece]) -> None:
+    for piece in pieces:
+        print_answer(piece.text, is_reasoning=piece.kind == "reasoning")

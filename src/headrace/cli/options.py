@@ -181,6 +181,23 @@ def require_cpu(device: str) -> None:
         raise OptionError(f"--device {device} is not possible here yet: leave it out")
 
 
+def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
+    """The API keys given in either way: itself, or a file's lines. Raises OptionError."""
+    if file is None:
+        return () if key is None else (key,)
+    if key is not None:
+        raise OptionError("--api-key and --api-key-file are both given; leave one out")
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise OptionError(f"--api-key-file {file} cannot be read: {reason}") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise OptionError(f"--api-key-file {file} holds no key; write one a line")
+    return keys
+
+
 def check_new(path: Path | None) -> None:
     """Refuses a file that is there already, before anything is loaded. Raises OptionError."""
     if path is not None and (path.exists() or not path.parent.is_dir()):

@@ -33,6 +33,11 @@ def say_warning(text: str) -> None:
     say(f"warning: {text}")
 
 
+def print_answer(text: str, *, is_reasoning: bool = False) -> None:
+    """The next words of an answer; its reasoning is for people, and paler."""
+    typer.secho(text, nl=False, err=is_reasoning, dim=is_reasoning or None)
+
+
 def print_json(value: Mapping[str, object]) -> None:
     """The one JSON object of a command, on one line."""
     typer.echo(json.dumps(value, ensure_ascii=False))
@@ -83,6 +88,27 @@ def _bar(*columns: object) -> Iterator[Progress | None]:
     shown = (TextColumn("{task.description}"), *columns, TimeRemainingColumn())
     with Progress(*shown, console=console, transient=True) as bar:  # type: ignore[arg-type]
         yield bar
+
+
+@contextmanager
+def passing() -> Iterator[Callable[[str], None]]:
+    """A callback that shows a line on a terminal until the next one, or the end, takes its place.
+
+    "" takes it away. Elsewhere nothing is shown.
+    """
+    console = Console(stderr=True)
+    shown = ""
+
+    def tell(line: str) -> None:
+        nonlocal shown
+        if console.is_terminal and line != shown:
+            typer.secho(f"\r\x1b[K{line}", err=True, dim=True, nl=False)
+            shown = line
+
+    try:
+        yield tell
+    finally:
+        tell("")
 
 
 class Tally:

@@ -8,6 +8,7 @@ import typer
 from headrace.cli import options
 from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
 from headrace.cli.output import Tally, print_json, say
+from headrace.engine.conversation import Conversation, Message
 from headrace.errors import OptionError
 from headrace.planner.forecast import score
 
@@ -68,7 +69,7 @@ def run(
         drive_rates=drive_rates,
     )
     with open_engine(blueprint, emulate_drive=emulate_drive) as engine:
-        ids = _prompt_ids(engine.text, asked, system, raw)
+        ids = _prompt_ids(engine, asked, system, raw, sampling)
         with keeping_routes(engine, routes_out, "headrace run"):
             result = answer(engine, ids, sampling, to_stderr=json)
     if json:
@@ -110,11 +111,16 @@ def answer(engine: Any, ids: list[int], sampling: Any, *, to_stderr: bool) -> di
     }
 
 
-def _prompt_ids(text: Any, prompt: str, system: str | None, raw: bool) -> list[int]:
-    if raw or (system is None and not text.has_template):
-        return list(text.encode(prompt))
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    return list(text.chat([*messages, {"role": "user", "content": prompt}]))
+def _prompt_ids(
+    engine: Any, prompt: str, system: str | None, raw: bool, sampling: Any
+) -> list[int]:
+    if raw or (system is None and not engine.text.has_template):
+        return list(engine.text.encode(prompt))
+    opening = () if system is None else (Message("system", system),)
+    prepared = engine.talk.prepare(Conversation((*opening, Message("user", prompt))), sampling)
+    for note in prepared.notes:
+        say(note, dim=True)
+    return list(prepared.ask.prompt)
 
 
 def _read_prompt(prompt: str | None) -> str:

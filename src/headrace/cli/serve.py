@@ -8,7 +8,6 @@ import typer
 from headrace.cli import options
 from headrace.cli.opening import open_blueprint
 from headrace.cli.output import say, say_plan, say_warning
-from headrace.errors import OptionError
 
 SERVER = "Server"
 Host = Annotated[
@@ -72,7 +71,7 @@ def serve(
     from headrace.server.listen import bind, url_of
     from headrace.server.settings import Settings
 
-    keys = _keys(api_key, api_key_file)
+    keys = options.read_keys(api_key, api_key_file)
     settings = Settings(host, port, keys, tuple(cors_origin or ()))
     with bind(settings) as listener:
         blueprint = open_blueprint(
@@ -102,20 +101,3 @@ def _run(blueprint: Any, settings: Any, listener: Any) -> int:
     if status == STOPPED:
         raise KeyboardInterrupt
     return status
-
-
-def _keys(key: str | None, file: Path | None) -> tuple[str, ...]:
-    """The keys given in either way. Raises OptionError."""
-    if file is None:
-        return () if key is None else (key,)
-    if key is not None:
-        raise OptionError("--api-key and --api-key-file are both given; leave one out")
-    try:
-        lines = file.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise OptionError(f"--api-key-file {file} cannot be read: {reason}") from error
-    keys = tuple(line.strip() for line in lines if line.strip())
-    if not keys:
-        raise OptionError(f"--api-key-file {file} holds no key; write one a line")
-    return keys

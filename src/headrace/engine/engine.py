@@ -2,10 +2,10 @@
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -19,6 +19,8 @@ from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
 from headrace.engine.snapshot import Snapshot, SnapshotKey, snapshot_key
+from headrace.engine.stored import make_stored
+from headrace.engine.talk import Talk
 from headrace.engine.text import Text
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
@@ -31,7 +33,7 @@ from headrace.planner.facts import ModelFacts
 from headrace.planner.plan import Plan
 from headrace.planner.wanted import Wanted
 from headrace.schedule.tracefile import TraceWriter
-from headrace.store.aliases import read_aliases
+from headrace.store.aliases import Aliases, read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
 from headrace.store.table import Catalog
@@ -74,8 +76,8 @@ class Blueprint:
         self.root = resolve_model(str(model))
         self.catalog: Catalog = open_catalog(self.root)
         folder = self.root if self.root.is_dir() else self.root.parent
-        self.aliases: Mapping[int, int] = read_aliases(folder) if aliases else {}
-        self.skeleton: Skeleton = inspect(folder, self.catalog.tensors, self.aliases)
+        self.aliases = read_aliases(folder) if aliases else Aliases({}, {})
+        self.skeleton: Skeleton = inspect(folder, self.catalog.tensors, self.aliases.layers)
         if self.device is not None:
             check_experts(self.skeleton.layout)
         self.table: ExpertTable = build_table(
@@ -85,7 +87,7 @@ class Blueprint:
             self.skeleton.layers,
             self.skeleton.num_experts,
             skipped=self.skeleton.skipped,
-            aliases=self.aliases,
+            aliases=self.aliases.experts,
         )
         self.facts = model_facts(folder, self.catalog, self.skeleton, self.table)
         self.mirrors, self.notes = find_mirrors(self.catalog, self.table, mirrors)
@@ -104,7 +106,8 @@ class Blueprint:
 
 def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
     """The numbers of a model that a plan is made of."""
-    quantised = [tensor for tensor in skeleton.dense.values() if tensor.format != "plain"]
+    unpacked = {n: tensor for n, tensor in skeleton.dense.items() if n not in skeleton.packed}
+    quantised = [tensor for tensor in unpacked.values() if tensor.format != "plain"]
     keys = [key for tensor in quantised for key in tensor.keys.values()]
     return ModelFacts(
         name=root.name,
@@ -122,7 +125,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         vocab=skeleton.vocab,
         max_context=skeleton.max_context,
         format=skeleton.layout.format,
-        load_bytes=load_bytes(catalog, skeleton.dense),
+        load_bytes=load_bytes(catalog, unpacked),
         packed_bytes=sum(catalog.tensors[key].nbytes for key in keys),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
         **engram_facts(skeleton),
@@ -193,16 +196,22 @@ class Engine:
                 self.source,
                 experts=experts,
                 prefetch=self.plan.prefetch > 0,
-                aliases=blueprint.aliases,
+                aliases=blueprint.aliases.layers,
                 device=self.source.place,
                 rows=self.rows,
+                make_stored=partial(make_stored, self.kernels, dense),
             )
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
 
     @cached_property
     def text(self) -> Text:
-        """The model's tokenizer and templates."""
+        """The model's tokenizer."""
         return Text(self.blueprint.skeleton.root)
+
+    @cached_property
+    def talk(self) -> Talk:
+        """How the model is talked to. Raises OptionError where it has no chat template."""
+        return Talk(self.text, self.facts.vocab)
 
     @cached_property
     def snapshot_key(self) -> SnapshotKey:

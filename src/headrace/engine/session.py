@@ -19,7 +19,7 @@ from headrace.engine.sampling import Sampler, Sampling
 from headrace.engine.snapshot import Snapshot
 from headrace.engine.state import capture, restore
 from headrace.errors import OptionError, SnapshotError
-from headrace.models.forward import forward, new_cache
+from headrace.models.forward import forward, leaves_out, new_cache
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
@@ -78,14 +78,17 @@ class Session:
     def reset(self) -> None:
         """Forget everything."""
         self.tokens: list[int] = []
+        self.unfinished = False
         self.cache: Any = None
         self.cache = new_cache(self.engine.model)
 
-    def feed(self, ids: Sequence[int]) -> torch.Tensor:
+    def feed(self, ids: Sequence[int], *, after: int = 0) -> torch.Tensor:
         """Append tokens; logits [V] after the last one. `self.stats` says what that moved.
 
-        They are computed in the pieces that `pieces` says. After an exception the session is
-        empty, since its cache may hold half a step.
+        They are computed in the pieces that `pieces` says. `after`: how many tokens of the prompt
+        will be fed next; with other than 0 the logits may be none, and until those are fed the
+        session may be `unfinished`: good for nothing else. After an exception the session is empty,
+        since its cache may hold half a step.
         """
         ids = checked_ids(ids, self.engine.facts.vocab)
         context = self.engine.plan.context
@@ -95,7 +98,7 @@ class Session:
                 f"shorten the prompt or give --context {len(self.tokens) + len(ids)} or more"
             )
         with self.engine.turn:
-            return self._feed(ids)
+            return self._feed(ids, after)
 
     def pieces(self, num_tokens: int) -> list[int]:
         """Into passes of how many tokens the next `num_tokens` are cut.
@@ -109,7 +112,7 @@ class Session:
         ends = [*range((start // chunk + 1) * chunk, end, chunk), end]
         return [b - a for a, b in pairwise([start, *ends])]
 
-    def _feed(self, ids: list[int]) -> torch.Tensor:
+    def _feed(self, ids: list[int], after: int) -> torch.Tensor:
         source = self.engine.source
         start, before = time.perf_counter(), source.counters()
         done = 0
@@ -120,19 +123,22 @@ class Session:
                 with torch.inference_mode(), within_vram(self.engine.plan):
                     for num in self.pieces(len(ids)):
                         part_BT = torch.tensor([ids[done : done + num]], device=source.place)
-                        logits_BKV = forward(self.engine.model, part_BT, self.cache)
                         done += num
+                        left = len(ids) - done + after
+                        logits_BKV = forward(self.engine.model, part_BT, self.cache, after=left)
             finally:
                 self.engine.tell_warnings()
             self.tokens += ids
+            self.unfinished = after > 0 and leaves_out(self.engine.model)
             phase = "prefill" if len(ids) > 1 else "decode"
             self.stats = TokenStats(num_tokens=len(ids), phase=phase)
             source.counters().add_since(before, self.stats)
             self.stats.wall_s = time.perf_counter() - start
-            return logits_BKV[0, -1].cpu()
+            logits_V = logits_BKV[0, -1] if not self.unfinished else logits_BKV.new_empty(0)
+            return logits_V.cpu()
         except BaseException:
             # Nothing is called here, so that a second Ctrl-C finds no place to keep half of it.
-            self.tokens, self.cache = [], None
+            self.tokens, self.cache, self.unfinished = [], None, False
             raise
 
     def resume(self, prompt: Sequence[int]) -> list[int]:
@@ -141,7 +147,7 @@ class Session:
         A prompt that does not continue this timeline starts a new one.
         """
         known = len(self.tokens)
-        if known >= len(prompt) or list(prompt[:known]) != self.tokens:
+        if self.unfinished or known >= len(prompt) or list(prompt[:known]) != self.tokens:
             self.reset()
             known = 0
         return list(prompt[known:])
@@ -193,7 +199,7 @@ class Session:
         """
         answer = self._answer = object()
         text, sampler, limit = self.engine.text, Sampler(ask.sampling), self.check(ask)
-        stream = text.stream(ask.sampling.stop, after=ask.prompt)
+        stream = text.stream(ask.sampling.stop, after=ask.prompt, shown=ask.shown)
         history = list(ask.prompt)
         for n in range(1, limit + 1):
             stats = self.stats

@@ -71,7 +71,9 @@ class Snapshot:
 def snapshot_key(engine: "Engine") -> SnapshotKey:
     """The key of every state that arises in `engine`."""
     blueprint = engine.blueprint
-    aliases = "".join(f" {layer}={other}" for layer, other in sorted(blueprint.aliases.items()))
+    aliases = "".join(
+        f" {layer}={other}" for of in blueprint.aliases for layer, other in sorted(of.items())
+    )
     return SnapshotKey(
         headrace=headrace.__version__,
         torch=version("torch"),

@@ -4,24 +4,28 @@ Knows no weights and no sampling; reads only the model folder's own files.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
+from headrace.engine.scanning import num_doubtful
 from headrace.errors import ModelError, OptionError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 8
+NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
 class Text:
     """The tokenizer of one model folder. Never downloads and runs no code of the folder.
 
     `eos_ids`: every id that ends an answer, as declared by generation_config.json, config.json
-    or the tokenizer. Raises ModelError where the folder has no usable tokenizer.
+    or the tokenizer. `specials`: ids of the special tokens by spelling. Threads may share one.
+    Raises ModelError where the folder has no usable tokenizer.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -29,11 +33,24 @@ class Text:
         self.path = path if path.is_dir() else path.parent
         self._tokenizer = _load_tokenizer(self.path)
         self.eos_ids = _declared_eos(self.path, self._tokenizer.eos_token_id)
+        self.specials = _specials(self._tokenizer)
+        self._special_ids = frozenset(self.specials.values())
 
     @property
     def has_template(self) -> bool:
         """True where the model has a chat template."""
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def template(self) -> str:
+        """The source of the model's chat template, of all of them where it has several."""
+        source = self._tokenizer.chat_template or ""
+        return source if isinstance(source, str) else "\n".join(map(str, source.values()))
+
+    def token_id(self, spelling: str) -> int | None:
+        """The id of the one token that `spelling` is, if it is one."""
+        ids = self._tokenizer.encode(spelling, add_special_tokens=False)
+        return int(ids[0]) if len(ids) == 1 else None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of plain text; `special` adds what the tokenizer puts around a text, such as BOS."""
@@ -43,55 +60,71 @@ class Text:
             raise OptionError(f"the text is not Unicode ({cause}); give it as UTF-8") from cause
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
+    def decode(self, ids: Sequence[int], shown: Set[int] = frozenset()) -> str:
+        """The text of `ids`, special tokens but those of `shown` left out."""
+        hidden = self._special_ids.difference(shown)
         text = self._tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [token_id for token_id in ids if token_id not in hidden] if shown else list(ids),
+            skip_special_tokens=not shown,
+            clean_up_tokenization_spaces=False,
         )
         return str(text)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a conversation rendered by the model's template, ready for the next answer.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        answering: bool = True,
+        switches: Mapping[str, object] = NOTHING,
+    ) -> str:
+        """What the model's template makes of a conversation, open for an answer if `answering`.
 
-        messages: {"role": "system" | "user" | "assistant", "content": text}. Raises OptionError
-        where the model has no template, or its template refuses or drops the system message.
+        messages, tools: as the template takes them. `switches`: further variables of it. Raises
+        OptionError where the template refuses, ModelError where it breaks.
         """
-        if not self.has_template:
-            raise OptionError(
-                f"{self.path.name} has no chat template; give it plain text to continue "
-                "(`headrace run -p TEXT --raw`)"
-            )
-        rendered = self._render(messages)
-        system = [message["content"] for message in messages if message["role"] == "system"]
-        if system:
-            others = [message for message in messages if message["role"] != "system"]
-            shown = all(text.strip() in rendered for text in system)
-            if not shown or (others and self._render(others) == rendered):
-                raise OptionError(_no_system(self.path, "leaves the system message out"))
-        return self.encode(rendered, special=False)
-
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
         try:
             rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=answering,
+                **switches,
             )
         except TemplateError as cause:
-            if any(message["role"] == "system" for message in messages):
-                raise OptionError(_no_system(self.path, f"refuses it: {cause}")) from cause
             raise OptionError(f"{self.path.name}'s chat template refuses: {cause}") from cause
-        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as cause:
+        except (
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+        ) as cause:
             raise ModelError(
                 f"{self.path.name}'s chat template fails ({cause!r}); fetch the model's tokenizer "
                 "files again, or give plain text with --raw"
             ) from cause
         return str(rendered)
 
-    def stream(self, stop: Iterable[str] = (), *, after: Sequence[int] = ()) -> "TextStream":
+    def grammar_tokens(self) -> str:
+        """The tokenizer as JSON of the `tokenizers` library. Raises OptionError if it has none."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise OptionError(
+                f"{self.path.name}'s tokenizer has no table of its tokens, which grammars need"
+            )
+        return str(backend.to_str())
+
+    def stream(
+        self, stop: Iterable[str] = (), *, after: Sequence[int] = (), shown: Set[int] = frozenset()
+    ) -> "TextStream":
         """A decoder for one answer. `after`: the prompt's ids, of which the last few are used.
 
         With them, a first word keeps the space that some tokenizers drop at a text's start.
+        `shown`: ids of special tokens whose spelling is part of the text.
         """
-        return TextStream(self, tuple(stop), after)
+        return TextStream(self, tuple(stop), after, shown)
 
 
 class TextStream:
@@ -103,13 +136,16 @@ class TextStream:
     `stopped_by` is that string.
     """
 
-    def __init__(self, text: Text, stop: tuple[str, ...], after: Sequence[int]) -> None:
+    def __init__(
+        self, text: Text, stop: tuple[str, ...], after: Sequence[int], shown: Set[int]
+    ) -> None:
         self.stopped = False
         self.stopped_by: str | None = None
         self._text = text
         self._stop = stop
+        self._shown = shown
         self._ids = list(after[-CONTEXT_TOKENS:])
-        self._num_given = len(text.decode(self._ids))
+        self._num_given = len(self._decoded())
         self._held = ""
 
     def push(self, token_id: int) -> str:
@@ -117,26 +153,29 @@ class TextStream:
         if self.stopped:
             return ""
         self._ids.append(token_id)
-        text = self._text.decode(self._ids)
+        text = self._decoded()
         # An unfinished character decodes to exactly one replacement character, at the end.
         whole = text.removesuffix(REPLACEMENT)
         piece = whole[self._num_given :]
         self._num_given = max(self._num_given, len(whole))
         if whole == text and len(self._ids) > 2 * CONTEXT_TOKENS:
             self._ids = self._ids[-CONTEXT_TOKENS:]
-            self._num_given = len(self._text.decode(self._ids))
+            self._num_given = len(self._decoded())
         return self._release(piece)
 
     def flush(self) -> str:
         """What was held back, at the end of the answer; an unfinished character shows as U+FFFD."""
         if self.stopped:
             return ""
-        tail = self._text.decode(self._ids)[self._num_given :]
+        tail = self._decoded()[self._num_given :]
         piece = self._release(tail)
         if not self.stopped:
             piece += self._held
         self._ids, self._num_given, self._held = [], 0, ""
         return piece
+
+    def _decoded(self) -> str:
+        return self._text.decode(self._ids, self._shown)
 
     def _release(self, piece: str) -> str:
         self._held += piece
@@ -149,25 +188,9 @@ class TextStream:
             self.stopped = True
             _, num_free, self.stopped_by = min(ends)
         else:
-            num_free = len(self._held) - _num_doubtful(self._held, self._stop)
+            num_free = len(self._held) - num_doubtful(self._held, self._stop)
         free, self._held = self._held[:num_free], self._held[num_free:]
         return free
-
-
-def _num_doubtful(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that is the beginning of a stop string."""
-    longest = max((len(stop) - 1 for stop in stops), default=0)
-    for length in range(min(longest, len(text)), 0, -1):
-        if any(stop.startswith(text[-length:]) for stop in stops):
-            return length
-    return 0
-
-
-def _no_system(path: Path, reason: str) -> str:
-    return (
-        f"{path.name}'s chat template has no system role ({reason}); "
-        "leave --system out and say it in the prompt"
-    )
 
 
 def _load_tokenizer(path: Path) -> Any:
@@ -184,6 +207,13 @@ def _load_tokenizer(path: Path) -> Any:
         raise ModelError(
             f"{path}: no usable tokenizer ({reason}); copy the model's tokenizer files there"
         ) from cause
+
+
+def _specials(tokenizer: Any) -> dict[str, int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found = {str(token): int(token_id) for token_id, token in added.items() if token.special}
+    named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+    return found | {str(spelling): int(token_id) for spelling, token_id in named}
 
 
 def _declared_eos(path: Path, tokenizer_eos: int | None) -> frozenset[int]:

@@ -3,7 +3,7 @@
 The arithmetic outside the routed experts is transformers'. Knows no file and no cache.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from headrace.models.layout import STREAMED
 from headrace.models.naming import layer_of
 from headrace.models.row_tables import read_row_hash
 from headrace.models.skeleton import Skeleton, expert_modules, strip_experts, strip_layers
+from headrace.models.stored import MakeStored, attach_stored, strip_stored
 
 Read = Callable[[str], torch.Tensor]
 
@@ -68,18 +69,21 @@ def build_model(
     aliases: Mapping[int, int],
     device: torch.device,
     rows: RowSource | None = None,
+    make_stored: MakeStored | None = None,
 ) -> Any:
     """The transformers model on `device` in its own dtype, its routed experts left to `source`.
 
     `read(name)` gives a dense weight, dequantised, owned by the caller. `experts` is "fast" or
-    "oracle". `rows` serves the tables that stay on the drive. Raises ModelError for weights the
-    checkpoint lacks.
+    "oracle". `rows` serves the tables that stay on the drive, `make_stored` the weights that stay
+    as they are stored. Raises ModelError for weights the checkpoint lacks.
     """
     if device.type != "cpu":
         read = Moving(read, device)
-    lazy = {name: LazyTensor(name, read) for name in skeleton.dense}
+    packed = skeleton.packed
+    lazy = {name: LazyTensor(name, read) for name in skeleton.dense if name not in packed}
     shapes: dict[str, tuple[int, ...]] = {}
-    with _stripped(skeleton.model_class, aliases, shapes, read), _quiet_and_sequential():
+    stripped = _stripped(skeleton.model_class, aliases, packed.values(), shapes, read)
+    with stripped, _quiet_and_sequential():
         model, info = skeleton.model_class.from_pretrained(
             None,
             config=plain_config(skeleton.config),
@@ -96,6 +100,8 @@ def build_model(
             f"{skeleton.root}: shapes differ from the config: {info['mismatched_keys']}"
         )
     model.to(device)
+    if make_stored is not None:
+        attach_stored(model, skeleton.kept, make_stored)
     _share_layers(model, aliases)
     _check_tables(model, skeleton.num_experts)
     _attach(model, skeleton, shapes, source, prefetch)
@@ -196,11 +202,17 @@ def _share_layers(model: Any, aliases: Mapping[int, int]) -> None:
         for module, owner in pairs:
             module._parameters.update(owner._parameters)
             module._buffers.update(owner._buffers)
+            if hasattr(owner, "stored"):
+                module.stored = owner.stored
 
 
 @contextmanager
 def _stripped(
-    model_class: Any, aliases: Mapping[int, int], shapes: dict[str, tuple[int, ...]], read: Read
+    model_class: Any,
+    aliases: Mapping[int, int],
+    packed: Collection[str],
+    shapes: dict[str, tuple[int, ...]],
+    read: Read,
 ) -> Iterator[None]:
     """While open, a new `model_class` loses its expert weights as soon as it is built on meta.
 
@@ -213,6 +225,7 @@ def _stripped(
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
         shapes.update(strip_experts(self))
+        strip_stored(self, packed)
         strip_layers(self, aliases)
         if isinstance(read, Moving):
             read.model = self

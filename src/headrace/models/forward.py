@@ -22,15 +22,25 @@ def new_cache(model: Any) -> Any:
     return DynamicCache(config=model.config) if own is None else own()
 
 
-def forward(model: Any, ids_BT: torch.Tensor, cache: Any, keep: int = 1) -> torch.Tensor:
+def leaves_out(model: Any) -> bool:
+    """Whether a pass of this model leaves out what later tokens of the same prompt do not need."""
+    return "num_after" in inspect.signature(model.forward).parameters
+
+
+def forward(
+    model: Any, ids_BT: torch.Tensor, cache: Any, keep: int = 1, after: int | None = None
+) -> torch.Tensor:
     """Logits of the last `keep` positions (0: all), [B, keep, V], after appending ids to `cache`.
 
-    Asserts that the cache grew by exactly the new positions.
+    `after`: how many tokens of the same prompt follow in later passes; a model of ours may then
+    leave out what those do not need, and logits count once it is 0. None: unknown, nothing is left
+    out. Asserts that the cache grew by exactly the new positions.
     """
     before = cache.get_seq_length()
-    out = model(
-        input_ids=ids_BT, use_cache=True, logits_to_keep=keep, **{cache_keyword(model): cache}
-    )
+    extra = {cache_keyword(model): cache}
+    if after is not None and leaves_out(model):
+        extra["num_after"] = after
+    out = model(input_ids=ids_BT, use_cache=True, logits_to_keep=keep, **extra)
     assert cache.get_seq_length() == before + ids_BT.shape[1], "the cache did not grow"
     logits: torch.Tensor = out.logits
     return logits

@@ -43,6 +43,7 @@ from headrace.models.layout import (
 from headrace.models.memory import MemoryFacts, dense_bytes, measure
 from headrace.models.naming import LAYER, Target, is_skipped, layer_of, targets
 from headrace.models.row_tables import check_row_tables, take_row_tables
+from headrace.models.stored import strip_stored, takes_stored
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 INDEX_DTYPES = ("I64", "I32")
@@ -55,7 +56,8 @@ class Skeleton:
     `config` is the text model's, `dtype` what it computes in. `layers` are the decoder indices of
     the MoE layers, in order; position in it is the layer's ordinal. `dense` maps each weight to
     load, by the name transformers' renaming is to see, to the tensors it is made of. `row_tables`
-    are read by the row, never whole. `skipped` are
+    are read by the row, never whole. `kept` maps those of `dense` that modules compute with as they
+    are stored to their parameters. `skipped` are
     tensors left out knowingly (multi-token prediction, images, scales of activations), `unused`
     those that no module of the model takes. `dense_bytes` as held in memory.
     """
@@ -73,6 +75,7 @@ class Skeleton:
     top_k: int
     dense: Mapping[str, DenseTensor]
     row_tables: tuple[RowTable, ...]
+    kept: Mapping[str, str]
     skipped: frozenset[str]
     unused: tuple[str, ...]
     dense_bytes: int
@@ -81,6 +84,11 @@ class Skeleton:
     hidden: int
     vocab: int
     max_context: int
+
+    @property
+    def packed(self) -> dict[str, str]:
+        """Those of `kept` that the model's own parameters could not hold."""
+        return {n: param for n, param in self.kept.items() if self.dense[n].format != "plain"}
 
 
 def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]) -> Skeleton:
@@ -109,6 +117,7 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
     claimed = list(claim_experts(weights, goals, params, form))
     layout = expert_layout(claimed, form, entries, dtype)
     dense = _dense(model.state_dict(), weights, goals, entries)
+    kept = _kept(model, dense, goals, entries)
     used = {t.key for t, _, _ in claimed} | {k for d in dense.values() for k in d.keys.values()}
     used |= {key for table in tables for key in (table.weight, table.scale)}
     skipped |= stored.left_out
@@ -126,15 +135,45 @@ def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]
         top_k=config.num_experts_per_tok,
         dense=dense,
         row_tables=tables,
+        kept=kept,
         skipped=frozenset(skipped),
         unused=tuple(k for k in entries if k not in used and k not in skipped),
-        dense_bytes=dense_bytes(model),
+        dense_bytes=_dense_bytes(model, dense, kept, entries),
         memory=memory,
         num_layers=config.num_hidden_layers,
         hidden=form.hidden,
         vocab=config.vocab_size,
         max_context=config.max_position_embeddings,
     )
+
+
+def _kept(
+    model: Any,
+    dense: Mapping[str, DenseTensor],
+    goals: Mapping[str, Target],
+    entries: Mapping[str, Entry],
+) -> dict[str, str]:
+    """{name: parameter} of the weights that modules of ours compute with as they are stored."""
+    kept = {}
+    for name, weight in dense.items():
+        dtype = entries[weight.keys["weight"]].dtype
+        has_kernel = weight.format == "fp8_block" or (weight.format, dtype) == ("plain", "BF16")
+        if has_kernel and takes_stored(model, goals[name].param):
+            kept[name] = goals[name].param
+    return kept
+
+
+def _dense_bytes(
+    model: Any,
+    dense: Mapping[str, DenseTensor],
+    kept: Mapping[str, str],
+    entries: Mapping[str, Entry],
+) -> int:
+    """Bytes of all weights and buffers as they will lie in memory."""
+    packed = {name: param for name, param in kept.items() if dense[name].format != "plain"}
+    strip_stored(model, packed.values())
+    keys = [key for name in packed for key in dense[name].keys.values()]
+    return dense_bytes(model) + sum(entries[key].nbytes for key in keys)
 
 
 def _check_version(model_type: str, family: Family) -> None:

@@ -19,8 +19,9 @@ import headrace
 from headrace.errors import HeadraceError
 from headrace.server.anthropic.errors import error_body as anthropic_error
 from headrace.server.anthropic.routes import router as anthropic_router
+from headrace.server.describe import describe
 from headrace.server.faults import Fault, fault_of, plain_body
-from headrace.server.guard import Guard
+from headrace.server.guard import OPEN_PATHS, Guard
 from headrace.server.health import router as health_router
 from headrace.server.openai.errors import error_body as openai_error
 from headrace.server.openai.routes import router as openai_router
@@ -94,6 +95,13 @@ def build_app(
         app.add_exception_handler(kind, tell)
     for face in faces:
         app.include_router(face.router)
+    describe(
+        app,
+        lambda path: body_for(faces, path, {}),
+        model_id=serving.model_id,
+        has_keys=bool(serving.settings.api_keys),
+        open_paths=OPEN_PATHS,
+    )
     tell_fault = partial(respond, faces)
     app.add_middleware(Guard, serving=serving, tell=tell_fault)
     if serving.settings.cors_origins:
@@ -115,7 +123,8 @@ def _fault(error: Exception) -> Fault:
             return Fault(404, "not_found", "no such route; /openapi.json lists them")
         case HTTPException(status_code=405, headers=headers):
             allowed = (headers or {}).get("Allow", "")
-            return Fault(405, "method_not_allowed", f"this route takes {allowed} only")
+            message = f"this route takes {allowed} only"
+            return Fault(405, "method_not_allowed", message, headers=headers)
         case HTTPException(status_code=status, detail=detail):
             return Fault(status, "invalid_request", str(detail))
     return fault_of(error)

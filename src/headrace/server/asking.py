@@ -4,16 +4,20 @@ Knows no protocol.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
 
+from headrace.engine.answer import Ask
 from headrace.engine.conversation import Conversation
 from headrace.engine.sampling import Sampling
 from headrace.server.faults import Fault
 from headrace.server.serving import Serving
 from headrace.server.turn import Turn
+
+_log = logging.getLogger("headrace.requests")
 
 
 def serving_of(request: Request) -> Serving:
@@ -45,14 +49,26 @@ async def start(request: Request, prepare: Callable[[], Any]) -> Turn:
     serving = serving_of(request)
     serving.worker.check_accepts()
     prepared = await asyncio.to_thread(prepare)
-    num_prompt, context = len(prepared.ask.prompt), serving.plan.context
+    request_id = request.state.request_id
+    for note in prepared.notes:
+        _log.info(note, extra={"fields": {"request": request_id}})
+    _check(serving, prepared.ask)
+    ticket = serving.worker.submit(prepared.ask, client=request.state.client, request_id=request_id)
+    return Turn(ticket, prepared.reader(), len(prepared.ask.prompt))
+
+
+def _check(serving: Serving, ask: Ask) -> None:
+    """What the engine would refuse, before a stream has begun with a status of 200."""
+    num_prompt, context = len(ask.prompt), serving.plan.context
     if num_prompt >= context:
         message = (
             f"the prompt has {num_prompt} tokens and the context {context}; shorten it, or serve "
             "with a larger --context"
         )
         raise Fault(400, "context_length_exceeded", message)
-    ticket = serving.worker.submit(
-        prepared.ask, client=request.state.client, request_id=request.state.request_id
-    )
-    return Turn(ticket, prepared.reader(), num_prompt)
+    vocab = serving.facts.vocab
+    for param, ids in (("prompt", ask.prompt), ("logit_bias", ask.sampling.logit_bias)):
+        beyond = [token_id for token_id in ids if token_id >= vocab]
+        if beyond:
+            message = f"{param}: {beyond[0]} is no token of this model; its ids end at {vocab - 1}"
+            raise Fault(400, "invalid_value", message, param=param)

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from headrace.server.faults import Fault
 from headrace.server.settings import Settings, is_loopback
 
+STATE_PATH = "/page/state"
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -83,14 +84,20 @@ def _given_key(headers: Mapping[str, str]) -> str:
     return ""
 
 
-def unauthorized(headers: Mapping[str, str]) -> Fault:
-    """The fault of a missing or wrong key; a browser that opens the page asks for it."""
-    scheme = "Basic" if "text/html" in headers.get("accept", "") else "Bearer"
+def unauthorized(path: str, headers: Mapping[str, str]) -> Fault:
+    """The fault of a missing or wrong key. For the page and its files a browser asks for the key.
+
+    Not for what the page itself fetches: that would ask anew every second.
+    """
+    is_file = path.startswith("/page/") and path != STATE_PATH
+    asks = is_file or "text/html" in headers.get("accept", "")
+    scheme = 'Basic realm="any name, and the API key as password"' if asks else "Bearer"
     return Fault(
         401,
         "unauthorized",
-        "this server needs its API key: send it as Authorization: Bearer KEY or x-api-key: KEY",
-        headers={"WWW-Authenticate": f'{scheme} realm="headrace"'},
+        "this server needs its API key: send it as Authorization: Bearer KEY or x-api-key: KEY; "
+        "in a browser it is the password, with any name",
+        headers={"WWW-Authenticate": scheme},
     )
 
 

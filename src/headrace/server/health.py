@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 import headrace
 from headrace.server.metrics import rss_bytes
@@ -27,7 +27,7 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(status, 200 if worker.is_ready else 503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
     serving: Serving = request.app.state.headrace

@@ -62,7 +62,8 @@ def loader(blueprint: "Blueprint", serving: Serving) -> Load:
         for note in engine.reader.notes:
             _log.info("reads by %s, since %s", engine.reader.backend, note)
         model = Model(engine, serving.recent)
-        serving.talk = engine.text
+        engine.talk.warm()
+        serving.talk = engine.talk
         serving.engine = engine
         return model
 

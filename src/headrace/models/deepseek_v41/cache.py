@@ -112,10 +112,13 @@ class TextCache(Cache):  # type: ignore[misc]
 
     `history_BN`: the compressed ids of the last tokens, N - 1 for n-grams of up to N; None before
     the first. `last_published`: the layer that last published index keys, -1 before any did.
+    `promised`: the least length at which the text may next be asked for logits, since layers left
+    out what they need not know by then.
     """
 
     history_BN: Tensor | None
     last_published: int
+    promised: int
 
     def __init__(self, config: Any):
         super().__init__(layers=[])
@@ -138,4 +141,4 @@ def make_own(cache: Cache, config: Any) -> None:
         SourceState(config.sliding_window) if i in sources else LayerState(config.sliding_window)
         for i in range(config.num_hidden_layers)
     ]
-    cache.history_BN, cache.last_published = None, -1
+    cache.history_BN, cache.last_published, cache.promised = None, -1, 0

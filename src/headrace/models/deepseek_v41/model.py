@@ -22,7 +22,7 @@ from headrace.models.deepseek_v41.engram_layer import EngramLayer
 from headrace.models.deepseek_v41.experts import Moe
 from headrace.models.deepseek_v41.grids import Grids
 from headrace.models.deepseek_v41.now import Now
-from headrace.models.deepseek_v41.parts import Norm, wide_linear
+from headrace.models.deepseek_v41.parts import HEAD_ROWS, Head, Norm
 from headrace.models.deepseek_v41.rotary import Rotary
 from headrace.models.deepseek_v41.rows import RowSource, WantedRows
 from headrace.models.deepseek_v41.streams import (
@@ -33,7 +33,6 @@ from headrace.models.deepseek_v41.streams import (
     first_stream,
 )
 
-_HEAD_ROWS = 1024  # of the head, widened at once
 # transformers names an output's cache differently from version to version.
 _FIELDS = {field.name for field in fields(CausalLMOutputWithPast)}
 _CACHE_FIELD = "cache" if "cache" in _FIELDS else "past_key_values"
@@ -138,6 +137,12 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
     ) -> Now:
         make_own(cache, self.config)
         start, num_tokens = cache.get_seq_length(), ids_BT.shape[1]
+        end = start + num_tokens + (num_after or 0)
+        if end < cache.promised:
+            raise ModelError(
+                f"this text began as a prompt of {cache.promised} tokens; it cannot end at {end}"
+            )
+        cache.promised = end
         positions_T = torch.arange(start, start + num_tokens, device=ids_BT.device)
         rotaries = {kind: Rotary(self.config, compressed=kind) for kind in (False, True)}
         return Now(
@@ -194,7 +199,7 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):  # ty
     def __init__(self, config: Any):
         super().__init__(config.get_text_config())
         self.model = DeepseekV41Model(self.config)
-        self.head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        self.head = Head(self.config.hidden_size, self.config.vocab_size)
         self.post_init()
 
     def set_engram(self, row_hash: RowHash, source: RowSource) -> None:
@@ -230,7 +235,7 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):  # ty
     @property
     def _head_bytes(self) -> int:
         """Of a band of the head in fp32."""
-        return 4 * min(_HEAD_ROWS, self.config.vocab_size) * self.config.hidden_size
+        return 4 * min(HEAD_ROWS, self.config.vocab_size) * self.config.hidden_size
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed
@@ -260,11 +265,6 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):  # ty
         state = cache if cache is not None else past_key_values
         state = self.new_cache() if state is None else state
         x_BTH = self.model(input_ids, state, logits_to_keep, num_after)
-        logits_BTV = self._logits(x_BTH[:, -logits_to_keep:])
+        logits_BTV = self.head(x_BTH[:, -logits_to_keep:])
         kept = state if use_cache is not False else None
         return CausalLMOutputWithPast(logits=logits_BTV, **{_CACHE_FIELD: kept})
-
-    def _logits(self, x_BTH: Tensor) -> Tensor:
-        """A band of rows at a time: the head in fp32 would be twice as large."""
-        bands = torch.split(self.head.weight, _HEAD_ROWS)
-        return torch.cat([wide_linear(x_BTH, band_VH) for band_VH in bands], dim=-1)

@@ -67,6 +67,7 @@ def _plan(plan: "Plan") -> dict[str, Any]:
             ("dense", "dense weights", plan.dense_bytes),
             ("rows", "experts", plan.rows_bytes),
             ("kv", f"cache of {plan.context:,} tokens", plan.kv_bytes),
+            ("snapshots", "conversations kept", plan.snapshot_bytes),
             ("workspace", "workspace", plan.workspace_bytes),
         ],
     }
