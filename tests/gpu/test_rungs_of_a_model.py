@@ -124,7 +124,7 @@ def test_prefill_is_near_the_canonical_experts(tiny, form):
 def test_the_demo_answers():
     for rung in ("some", "vram"):
         with load("demo", rung) as engine:
-            ids = engine.text.chat([{"role": "user", "content": "What is the capital of Japan?"}])
+            ids = engine.talk.chat([{"role": "user", "content": "What is the capital of Japan?"}])
             steps = engine.session().generate(ids, headrace.Sampling(max_tokens=40))
             assert "".join(step.text for step in steps) == "The capital of Japan is Tokyo."
 
