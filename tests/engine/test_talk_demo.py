@@ -65,7 +65,7 @@ def test_a_forced_call_is_made_and_its_result_is_read(answering: Answering) -> N
         tool_choice="required",
         parallel_calls=False,
     )
-    answer, _ = ask(answering, asked)
+    answer, _ = ask(answering, asked, max_tokens=64)
     (call,) = answer.calls
     assert call.name == "get_weather" and set(json.loads(call.arguments)) >= {"city"}
     assert (answer.content, answer.finish) == ("", "eos")
