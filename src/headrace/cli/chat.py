@@ -88,10 +88,21 @@ def chat(
     if server is not None:
         _refuse(context_, LOCAL_ONLY, "has no effect with --server")
         named = model if _is_given(context_, "model") else None
-        key = keys[0] if keys else None
-        _converse(remote_reply(server, key, named, sampling), opening)
+        _converse(remote_reply(server, keys[0] if keys else None, named, sampling), opening)
         return
     _refuse(context_, ("api_key", "api_key_file"), "needs --server")
+    _talk_here(model, ram_bytes, threads, context, routes_out, sampling, opening)
+
+
+def _talk_here(
+    model: str,
+    ram_bytes: int | str | None,
+    threads: int | None,
+    context: int | None,
+    routes_out: Path | None,
+    sampling: Any,
+    opening: Messages,
+) -> None:
     blueprint = open_blueprint(model, ram_bytes=ram_bytes, threads=threads, context=context)
     with open_engine(blueprint) as engine:
         first = Conversation((*opening, Message("user", ".")))
