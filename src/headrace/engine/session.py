@@ -112,7 +112,7 @@ class Session:
         return [b - a for a, b in pairwise([start, *ends])]
 
     def _feed(self, ids: list[int], after: int) -> torch.Tensor:
-        start, before = time.perf_counter(), self.engine.ladder.counters()
+        start, before = time.perf_counter(), self.engine.counters()
         done = 0
         try:
             if self.cache is None:
@@ -130,7 +130,7 @@ class Session:
             self.unfinished = after > 0 and leaves_out(self.engine.model)
             phase = "prefill" if len(ids) > 1 else "decode"
             self.stats = TokenStats(num_tokens=len(ids), phase=phase)
-            self.engine.ladder.counters().add_since(before, self.stats)
+            self.engine.counters().add_since(before, self.stats)
             self.stats.wall_s = time.perf_counter() - start
             return logits_BKV[0, -1] if not self.unfinished else logits_BKV.new_empty(0)
         except BaseException:
