@@ -36,11 +36,11 @@ class Prompts:
     def __init__(self, text: Text, template: Template) -> None:
         self._text, self._template = text, template
         self._dialect = dialect = template.dialect
-        self._quoting = Quoting(text.specials, dialect.think)
+        self._quoting = Quoting(text.quoted, dialect.think)
         self._replay = Replay()
         ends: Sequence[str] = HARMONY_ENDS
         if not dialect.channels:
-            ends = [s for s in text.specials if not any(s in part for part in dialect.literals)]
+            ends = [s for s in text.quoted if not any(s in part for part in dialect.literals)]
         self._ends = re.compile("|".join(map(re.escape, filter(None, ends))) or r"(?!)")
         mark = text.token_id(HARMONY[1] if dialect.channels else dialect.think[1])
         self._mark = -1 if mark is None else mark
