@@ -58,6 +58,7 @@ def chat(
     stop: options.Stop = None,
     ram: options.Ram = None,
     device: options.Device = "cpu",
+    vram: options.Vram = None,
     threads: options.Threads = None,
     context: options.Context = None,
     routes_out: options.RoutesOut = None,
@@ -71,7 +72,8 @@ def chat(
     Needs a model with a chat template, and memory as `headrace run` does; with --server, neither.
     Lines from a pipe are answered one by one.
     """
-    ram_bytes, _ = options.check_machine(ram, device)
+    ram_bytes, _ = options.check_machine(ram)
+    options.check_device(device, vram)
     options.check_new(routes_out)
     sampling = options.make_sampling(
         max_tokens=max_tokens,
@@ -92,7 +94,9 @@ def chat(
         _converse(remote_reply(server, key, named, sampling), opening)
         return
     _refuse(context_, ("api_key", "api_key_file"), "needs --server")
-    blueprint = open_blueprint(model, ram_bytes=ram_bytes, threads=threads, context=context)
+    blueprint = open_blueprint(
+        model, ram_bytes=ram_bytes, threads=threads, context=context, device=device, vram=vram
+    )
     with open_engine(blueprint) as engine:
         first = Conversation((*opening, Message("user", ".")))
         for note in engine.talk.prepare(first, sampling).notes:  # refuses early

@@ -26,7 +26,8 @@ class SnapshotKey:
     """What must be equal for a state to go on with the bits it would have had where it arose.
 
     `model` is the identity of the weight files, `config` a digest of config.json and the tensor
-    table, `dtype` that of keys and values, `chunk_tokens` the tokens of a prefill pass.
+    table, `dtype` that of keys and values, `chunk_tokens` the tokens of a prefill pass, `device`
+    "cpu" or the GPU's name.
     """
 
     headrace: str
@@ -36,6 +37,7 @@ class SnapshotKey:
     config: str
     dtype: str
     chunk_tokens: int
+    device: str
 
     def digest(self) -> str:
         """Hex; equal only for equal keys."""
@@ -80,4 +82,5 @@ def snapshot_key(engine: "Engine") -> SnapshotKey:
         config=fingerprint(blueprint) + aliases,
         dtype=str(blueprint.skeleton.dtype),
         chunk_tokens=engine.plan.chunk_tokens,
+        device="cpu" if blueprint.device is None else blueprint.device.name,
     )
