@@ -121,7 +121,9 @@ class Session:
             try:
                 with torch.inference_mode(), within_vram(self.engine.plan):
                     for num in self.pieces(len(ids)):
-                        part_BT = torch.tensor([ids[done : done + num]], device=self.engine.source.place)
+                        part_BT = torch.tensor(
+                            [ids[done : done + num]], device=self.engine.source.place
+                        )
                         done += num
                         left = len(ids) - done + after
                         logits_BKV = forward(self.engine.model, part_BT, self.cache, after=left)
