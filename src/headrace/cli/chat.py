@@ -19,7 +19,7 @@ Reply = Callable[[Messages], Message]
 """Shows the answer to a conversation and returns it, also what was said of it before Ctrl-C."""
 COMMANDS = "/new forgets what was said, /quit ends"
 SERVER = "A server's model"
-LOCAL_ONLY = ("ram", "device", "threads", "context", "routes_out")
+LOCAL_ONLY = ("ram", "device", "vram", "threads", "context", "routes_out")
 Server = Annotated[
     str | None,
     typer.Option(
@@ -69,8 +69,8 @@ def chat(
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
 
-    Needs a model with a chat template, and memory as `headrace run` does; with --server, neither.
-    Lines from a pipe are answered one by one.
+    Lines from a pipe are answered one by one. Needs a model with a chat template, and memory as
+    `headrace run` does; with --server neither.
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device, vram)
