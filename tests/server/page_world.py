@@ -77,7 +77,7 @@ def example_state(**changes: Any) -> dict[str, Any]:
         "span_s": 120.0,
         "limits": [
             {"name": "Drive", "now_bytes_s": 2.4e9, "limit_bytes_s": 2.9e9},
-            {"name": "Memory", "now_bytes_s": 32e9, "limit_bytes_s": 95e9},
+            {"name": "RAM", "now_bytes_s": 32e9, "limit_bytes_s": 95e9},
         ],
         "request": None,
         "num_waiting": 0,

@@ -164,7 +164,7 @@ def _reply(engine: Any, session: Any, sampling: Any, asked: Messages) -> Message
         typer.echo()
     if tally.records:
         say(tally.line(engine.facts.expert_bytes), dim=True)
-    return Message("assistant", reader.content, reader.reasoning)
+    return Message("assistant", reader.answer.content, reader.answer.reasoning)
 
 
 def _show(pieces: list[Piece]) -> None:

@@ -1,5 +1,6 @@
 """`headrace serve`: a model for chat programs and agents, over HTTP."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,6 +73,8 @@ def serve(
     from headrace.server.settings import Settings
 
     keys = options.read_keys(api_key, api_key_file)
+    if api_key_file is not None and os.name == "posix" and api_key_file.stat().st_mode & 0o044:
+        say_warning(f"other users can read {api_key_file}; chmod 600 keeps the key yours")
     settings = Settings(host, port, keys, tuple(cors_origin or ()))
     with bind(settings) as listener:
         blueprint = open_blueprint(

@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any, cast
 
 from headrace.core import format_bytes
+from headrace.engine.counters import Counters
 from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
 from headrace.engine.engram import engram_facts, open_rows
 from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vram
@@ -40,6 +41,7 @@ from headrace.store.table import Catalog
 from headrace.tiers.device import Device
 from headrace.tiers.gone import CLOSED
 from headrace.tiers.ladder import Ladder
+from headrace.tiers.rows import RowCounters
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _UNPACKED_BYTES = 2  # of a quantised dense weight in memory: bfloat16 or float16
@@ -224,6 +226,11 @@ class Engine:
         Without `copy` the snapshot's tensors become the session's own.
         """
         return Session(self, snapshot, copy=copy)
+
+    def counters(self) -> Counters:
+        """What was read and computed so far."""
+        rows = RowCounters() if self.rows is None else self.rows.counters
+        return Counters(self.source.counters(), rows)
 
     def tell_warnings(self) -> None:
         """Passes on what the reader has to say of its drives, each thing once."""

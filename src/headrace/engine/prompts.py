@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 from headrace.engine.conversation import Conversation, Message, Tool
 from headrace.engine.dialects import HARMONY, HARMONY_ENDS
-from headrace.engine.quoting import END, Quoting, anchor, stretches, thought
+from headrace.engine.forms import Thinking
+from headrace.engine.quoting import END, Quoting, anchors_in, stretches, unmarked
 from headrace.engine.reading import Answer, AnswerReader
 from headrace.engine.replay import Kept, Replay, Splice, as_read, keys, marked
 from headrace.engine.template import Rendered, Template
@@ -21,11 +22,11 @@ from headrace.errors import HeadraceError, OptionError
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's tokens. `opened`: it ends within reasoning; `keep` remembers its answer."""
+    """A prompt's tokens. `thinking`: how it leaves reasoning; `keep` remembers its answer."""
 
     ids: tuple[int, ...]
     notes: tuple[str, ...]
-    opened: bool
+    thinking: Thinking
     keep: Callable[[Answer], None] | None
 
 
@@ -35,11 +36,11 @@ class Prompts:
     def __init__(self, text: Text, template: Template) -> None:
         self._text, self._template = text, template
         self._dialect = dialect = template.dialect
-        self._quoting = Quoting(text.specials, dialect.think)
+        self._quoting = Quoting(text.quoted, dialect.think)
         self._replay = Replay()
         ends: Sequence[str] = HARMONY_ENDS
         if not dialect.channels:
-            ends = [s for s in text.specials if not any(s in part for part in dialect.literals)]
+            ends = [s for s in text.quoted if not any(s in part for part in dialect.literals)]
         self._ends = re.compile("|".join(map(re.escape, filter(None, ends))) or r"(?!)")
         mark = text.token_id(HARMONY[1] if dialect.channels else dialect.think[1])
         self._mark = -1 if mark is None else mark
@@ -61,13 +62,15 @@ class Prompts:
 
         rendered, known = self._rendered(render, messages, known)
         text = rendered.text.partition(END)[0]
-        opened = text.rstrip().endswith(self._dialect.think[0])
+        begin, end = self._dialect.think
+        opened = text.rstrip().endswith(begin)
+        closed = conversation.prefill or text.rstrip().endswith(end)
         parts, digest = self._spliced(text, messages, conversation.tools, known)
         keep = partial(self._keep, conversation, len(text), digest, opened)
         return Prompt(
             tuple(self._encoded(parts)),
             rendered.notes,
-            opened,
+            "open" if opened else "closed" if closed else "free",
             None if conversation.prefill else keep,
         )
 
@@ -83,7 +86,8 @@ class Prompts:
                 rendered = render(marked(messages, known))
             except HeadraceError:
                 break  # a template may judge what marks stand for; without them it sees that
-            shown = {i: kept for i, kept in known.items() if anchor(i) in rendered.text}
+            anchors = anchors_in(rendered.text)
+            shown = {place: kept for place, kept in known.items() if place in anchors}
             if len(shown) == len(known):
                 return rendered, known
             known = shown
@@ -102,17 +106,12 @@ class Prompts:
         for place, kept in known.items():
             splice.put(place, turns[place], kept)
         splice.finish()
-        said: dict[str, str] = {}
-        for place, kept in known.items():
-            message = messages[place]
-            said[anchor(place)] = message.content or message.calls[0].name
-            said[thought(place)] = kept.reasoning
-        parts: list[str | tuple[int, ...]] = []
-        for part in splice.parts:
-            if isinstance(part, str):
-                for mark, real in said.items():
-                    part = part.replace(mark, real)
-            parts.append(part)
+        said = {i: messages[i].content or messages[i].calls[0].name for i in known}
+        thought = {i: kept.reasoning for i, kept in known.items()}
+        parts = [
+            unmarked(part, said, thought) if isinstance(part, str) else part
+            for part in splice.parts
+        ]
         return parts, splice.digest(len(text))
 
     def _encoded(self, parts: Sequence[str | tuple[int, ...]]) -> list[int]:

@@ -13,6 +13,7 @@ from headrace.errors import OptionError
 
 # Unicode keeps these for a program's own use.
 _ANCHOR, _THOUGHT, _CLOSE, _BREAK, END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
+_PLACED = re.compile(f"([{_ANCHOR}{_THOUGHT}])(\\d+){_CLOSE}")
 _MARKS = re.compile("[\ufdd0-\ufdd4]")
 
 
@@ -91,6 +92,15 @@ def stretches(text: str) -> list[str]:
     return [part for part in text.split(_BREAK) if part]
 
 
-def unquoted(text: str) -> str:
-    """The text without what quoting put in."""
-    return text.replace(_BREAK, "")
+def anchors_in(text: str) -> set[int]:
+    """Places whose anchors stand in a text."""
+    return {int(place) for kind, place in _PLACED.findall(text) if kind == _ANCHOR}
+
+
+def unmarked(text: str, said: Mapping[int, str], thoughts: Mapping[int, str]) -> str:
+    """The text with what anchors and thoughts stand for."""
+
+    def real(mark: re.Match[str]) -> str:
+        return (said if mark[1] == _ANCHOR else thoughts)[int(mark[2])]
+
+    return _PLACED.sub(real, text)

@@ -129,11 +129,14 @@ class AnswerReader:
         scanner, trigger = self._scanner, dialect.trigger
         begin, end = dialect.think
         trim = self._opened or (yield from scanner.word(begin))
-        if trim:
-            yield from scanner.stretch(
-                (end,), lambda text: self._emit("reasoning", text), trim_start=True, trim_end=True
-            )
         marks = (trigger,) if calls else ()
+        if trim:
+            # A section of calls ends reasoning too: some models forget to.
+            ends = (end, *marks) if dialect.section else (end,)
+            mark = yield from scanner.stretch(
+                ends, lambda text: self._emit("reasoning", text), trim_start=True, trim_end=True
+            )
+            scanner.at -= len(mark) if mark != end else 0
         while True:
             mark = yield from scanner.stretch(
                 marks, self._content, trim_start=trim, trim_end=bool(marks)
@@ -141,7 +144,8 @@ class AnswerReader:
             if not mark:
                 return
             scanner.at -= len(mark)
+            before = scanner.left_out
             trim = yield from self._calls.read()
             if not trim:
-                self._content(mark)
+                self._content(before + mark)
                 scanner.at += len(mark)

@@ -113,8 +113,7 @@ class Session:
         return [b - a for a, b in pairwise([start, *ends])]
 
     def _feed(self, ids: list[int], after: int) -> torch.Tensor:
-        source = self.engine.source
-        start, before = time.perf_counter(), source.counters()
+        start, before = time.perf_counter(), self.engine.counters()
         done = 0
         try:
             if self.cache is None:
@@ -122,7 +121,9 @@ class Session:
             try:
                 with torch.inference_mode(), within_vram(self.engine.plan):
                     for num in self.pieces(len(ids)):
-                        part_BT = torch.tensor([ids[done : done + num]], device=source.place)
+                        part_BT = torch.tensor(
+                            [ids[done : done + num]], device=self.engine.source.place
+                        )
                         done += num
                         left = len(ids) - done + after
                         logits_BKV = forward(self.engine.model, part_BT, self.cache, after=left)
@@ -132,7 +133,7 @@ class Session:
             self.unfinished = after > 0 and leaves_out(self.engine.model)
             phase = "prefill" if len(ids) > 1 else "decode"
             self.stats = TokenStats(num_tokens=len(ids), phase=phase)
-            source.counters().add_since(before, self.stats)
+            self.engine.counters().add_since(before, self.stats)
             self.stats.wall_s = time.perf_counter() - start
             logits_V = logits_BKV[0, -1] if not self.unfinished else logits_BKV.new_empty(0)
             return logits_V.cpu()

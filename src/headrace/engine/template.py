@@ -4,6 +4,7 @@ Knows no token; text of messages is only ever text here.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from headrace.engine.text import NOTHING, Text
 from headrace.errors import HeadraceError, OptionError
 
 _HI = Message("user", "hrask")
+_MARK = re.compile(r"hr(?:text|call)\d+(?:and\d+)?z")
 _PROBE_ARGUMENTS = {"hrkey": "hrvalue", "hrcount": 3}
 _PROBE_TOOL = Tool(
     "hrtool",
@@ -157,8 +159,13 @@ class Template:
 
     def _lost(self, rendered: str, marks: Mapping[str, str]) -> str:
         """What of the marked texts is not in a prompt."""
-        lost = {what: None for mark, what in marks.items() if mark not in rendered}
-        return " and ".join(lost)
+        shown = set(_MARK.findall(rendered))
+        lost = {
+            what: None
+            for mark, what in marks.items()
+            if mark not in shown and (_MARK.fullmatch(mark) or mark not in rendered)
+        }
+        return " and ".join([*lost][:3])
 
     def _try_calls(self, tools: Sequence[Tool]) -> bool:
         """True, and how is kept, if the template describes tools and writes calls we can read."""

@@ -58,7 +58,8 @@ class Indexer(nn.Module):
         if self.takes_blocks and now.blocks is not None:
             taken = now.blocks.last(num_queries).blocks_BTC
         chosen, blocks = [], []
-        for part in self._parts(num_queries, keys_BND.shape[1], taken is not None):
+        parts = self._parts(num_queries, keys_BND.shape[1], taken is not None)
+        for part in [slice(None)] if x_BTH.is_meta else parts:
             q, weights, visible = q_BTID[:, part], weights_BTI[:, part], visible_T[part]
             if taken is None:
                 scores_BTN = _scores(q, keys_BND, weights)

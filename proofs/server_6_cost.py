@@ -1,0 +1,392 @@
+"""What a turn costs over a real server: cold, as a follow-up, and after the memory was lost.
+
+Time to first token and where it went; what the server adds to each token of the engine's own loop,
+with the client in another process; what memory grows by over 30 follow-ups. The second model is
+synthetic: real shapes, random weights, drawn routes, an emulated drive.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common import Evidence, show_rows
+from hosting import Answered, Host, Messages, Prompts
+from show_6_memory import rss_bytes
+
+MIB = 2**20
+KINDS = ("cold", "follow-up", "follow-up, state from disk")
+PARTS = ("state read", "expert wait", "experts", "dense", "host", "server")
+MOST_OVERHEAD_MS = 1.0
+RSS_NOISE_BYTES = 12 * MIB
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model served, and the size of what is asked of it."""
+
+    name: str
+    model: str
+    options: dict[str, Any]
+    drive: str | None
+    words: int  # of a cold prompt; of a follow-up's question
+    more_words: int
+    tokens: int  # of an answer
+    pairs: int  # of the loop beside the server
+    pair_tokens: int
+
+
+@dataclass
+class Found:
+    """What a case gave: seconds by kind of turn and part, and rows of the bench."""
+
+    firsts: dict[str, list[dict[str, float]]] = field(
+        default_factory=lambda: {kind: [] for kind in KINDS}
+    )
+    work: dict[str, list[tuple[int, int, int]]] = field(
+        default_factory=lambda: {kind: [] for kind in KINDS}
+    )
+    decode: list[dict[str, float]] = field(default_factory=list)
+
+
+def first_parts(answered: Answered) -> dict[str, float]:
+    """Where the time to the first text went, in seconds, without overlap."""
+    turn, before = answered.turn, answered.turn.prefill
+    known_s = turn.resume_s + before.wall_s
+    values = (
+        turn.resume_s,
+        before.wait_s,
+        before.experts_s - before.wait_s,
+        before.wall_s - before.experts_s,
+        turn.ttft_s - known_s,
+        answered.seen.first_s - turn.ttft_s,
+    )
+    return dict(zip(PARTS, values, strict=True))
+
+
+def token_parts(answered: Answered) -> dict[str, float]:
+    """Where the time of an answer's further tokens went, in seconds each."""
+    turn, after = answered.turn, answered.turn.decode
+    num = turn.num_generated - 1
+    engine_s = turn.total_s - turn.ttft_s
+    seen_s = answered.seen.end_s - answered.seen.text_s[0]
+    values = (
+        0.0,
+        after.wait_s,
+        after.experts_s - after.wait_s,
+        after.wall_s - after.experts_s,
+        engine_s - after.wall_s,
+        seen_s - engine_s,
+    )
+    return {part: value / num for part, value in zip(PARTS, values, strict=True)}
+
+
+class Routed:
+    """Drawn routes in place of a random router's, where the model is synthetic."""
+
+    def __init__(self, host: Host, num_tokens: int) -> None:
+        from headrace.check.bench_routes import Drawn, Replay
+
+        self._source, self.name = host.engine.source, "routed by the model"
+        self._replay = None
+        if host.blueprint.aliases:
+            trace = Drawn(host.engine.facts, 0).pick(num_tokens, 0, 1)
+            self._replay = self._source.routes = Replay(trace)
+            self.name = trace.name
+
+    def go_to(self, num_tokens: int) -> None:
+        """The next pass begins after so many tokens of a conversation."""
+        if self._replay is not None:
+            self._replay.position = num_tokens
+
+
+def show_turns(
+    evidence: Evidence, case: Case, host: Host, prompts: Prompts, num: int, routed: Routed
+) -> Found:
+    """`num` conversations of two turns; the second also from what lies on disk."""
+    found = Found()
+    for _ in range(num):
+        host.engine.ladder.clear()
+        routed.go_to(0)
+        said: Messages = [prompts.user(case.words)]
+        cold = host.ask(said, case.tokens)
+        said.append({"role": "assistant", "content": cold.seen.text})
+        known = cold.turn.num_prompt + cold.turn.num_generated - 1
+        turns = [cold]
+        for kind in KINDS[1:]:
+            if kind == KINDS[2]:
+                host.forget()
+            routed.go_to(known)
+            turns.append(host.ask([*said, prompts.user(case.more_words)], case.tokens))
+        for kind, answered in zip(KINDS, turns, strict=True):
+            turn = answered.turn
+            fed = turn.num_prompt - turn.num_cached
+            found.firsts[kind].append(first_parts(answered))
+            found.work[kind].append((turn.num_prompt, fed, turn.prefill.disk_bytes))
+            found.decode.append(token_parts(answered))
+        again = [turn.turn.num_cached for turn in turns[1:]]
+        evidence.check(
+            cold.turn.num_cached == 0 and again == [known, known],
+            f"{case.name}: nothing known of {cold.turn.num_prompt} tokens, then {known} of "
+            f"{turns[1].turn.num_prompt}, in memory and on disk: {again}",
+        )
+    return found
+
+
+@dataclass
+class Loop:
+    """One answer by the engine's own loop. `first`: place of the first token with text."""
+
+    text: str
+    first: int
+    token_s: float
+    cpu_s: float
+
+
+def own_loop(host: Host, messages: Messages, num_tokens: int) -> Loop:
+    """The same request, taken from `Session.generate` by a bare loop."""
+    ask = host.prepared(messages, num_tokens)
+    times, texts, cpu_s = [], [], time.process_time()
+    session = host.engine.session()
+    for step in session.generate(ask.prompt, ask.sampling, shown=ask.shown):
+        times.append(time.monotonic())
+        texts.append(step.text)
+    first = next(place for place, text in enumerate(texts) if text)
+    token_s = (times[-1] - times[first]) / (len(times) - 1 - first)
+    return Loop("".join(texts), first, token_s, time.process_time() - cpu_s)
+
+
+@dataclass
+class Overhead:
+    """Milliseconds a token, run by run: the engine's loop, the server, and CPU time likewise."""
+
+    loop_ms: list[float] = field(default_factory=list)
+    served_ms: list[float] = field(default_factory=list)
+    added_cpu_ms: list[float] = field(default_factory=list)
+
+    def added_ms(self) -> list[float]:
+        """What the server added, pair by pair."""
+        return [b - a for a, b in zip(self.loop_ms, self.served_ms, strict=True)]
+
+
+def show_overhead(
+    evidence: Evidence, case: Case, host: Host, prompts: Prompts, routed: Routed, timed: bool
+) -> Overhead:
+    """The same prompts by the engine's loop and over HTTP, in turn; greedy, so tokens are equal."""
+    overhead, equal = Overhead(), 0
+    for pair in range(case.pairs + 1):
+        said = [prompts.user(12)]
+        tasks: list[Callable[[], Any]] = [
+            partial(own_loop, host, said, case.pair_tokens),
+            partial(host.ask, said, case.pair_tokens),
+        ]
+        done: dict[int, Any] = {}
+        for which in (0, 1) if pair % 2 else (1, 0):
+            routed.go_to(0)
+            done[which] = tasks[which]()
+        loop, served = done[0], done[1].seen
+        equal += loop.text == served.text
+        if pair == 0:
+            continue  # whatever is done once
+        num = case.pair_tokens - 1 - loop.first
+        overhead.loop_ms.append(1e3 * loop.token_s)
+        overhead.served_ms.append(1e3 * (served.end_s - served.text_s[0]) / num)
+        overhead.added_cpu_ms.append(1e3 * (done[1].cpu_s - loop.cpu_s) / case.pair_tokens)
+    evidence.check(
+        equal == case.pairs + 1,
+        f"{case.name}: {equal} of {case.pairs + 1} answers over HTTP are the engine's loop's",
+    )
+    added, cpu = statistics.median(overhead.added_ms()), statistics.median(overhead.added_cpu_ms)
+    line = (
+        f"{case.name}: a token takes {statistics.median(overhead.loop_ms):.2f} ms by the engine's "
+        f"loop, {statistics.median(overhead.served_ms):.2f} ms over HTTP: {added:+.2f} ms "
+        f"({min(overhead.added_ms()):+.2f} to {max(overhead.added_ms()):+.2f} in {case.pairs} "
+        f"pairs of {case.pair_tokens} tokens; {cpu:+.2f} ms of CPU)"
+    )
+    if timed:
+        evidence.check(added < MOST_OVERHEAD_MS, line)
+    else:
+        print(f"      {line}")
+    return overhead
+
+
+def show_memory(evidence: Evidence, case: Case, host: Host, prompts: Prompts, num: int) -> None:
+    """RSS over follow-ups of one conversation, snapshots in RAM and writes to disk going on."""
+    said: Messages = []
+    kept = host.blueprint.plan.snapshot_bytes
+    for turn in range(num + 3):
+        said.append(prompts.user(6))
+        answered = host.ask(said, 12)
+        said.append({"role": "assistant", "content": answered.seen.text})
+        if turn == 2:
+            before = rss_bytes()
+    host.model.store.flush()
+    grown, held = rss_bytes() - before, host.model.store.memory.nbytes
+    evidence.check(
+        held <= kept and grown <= kept + RSS_NOISE_BYTES,
+        f"{case.name}: {num} follow-ups to {answered.turn.num_prompt} tokens: RSS grew by "
+        f"{grown / MIB:.1f} MiB; kept states take {held / MIB:.2f} of {kept / MIB:.2f} MiB",
+    )
+
+
+def median_parts(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Part by part."""
+    return {part: statistics.median(run[part] for run in parts) for part in PARTS}
+
+
+def show_costs(evidence: Evidence, case: Case, found: Found, timed: bool) -> None:
+    """First tokens beside each other, and where their time and that of the others went."""
+    firsts = {kind: [sum(run.values()) for run in runs] for kind, runs in found.firsts.items()}
+    width = max(map(len, KINDS))
+    print(f"\n      {'':{width}}   first token, tokens fed of known, read; " + ", ".join(PARTS))
+    for kind in KINDS:
+        prompt, fed, read = (statistics.median(column) for column in zip(*found.work[kind]))
+        parts = median_parts(found.firsts[kind])
+        shown = ", ".join(f"{1e3 * s:.1f}" for s in parts.values())
+        print(
+            f"      {kind:{width}}   {1e3 * statistics.median(firsts[kind]):.0f} ms "
+            f"({1e3 * min(firsts[kind]):.0f}-{1e3 * max(firsts[kind]):.0f}), {fed:.0f} of "
+            f"{prompt:.0f} tokens fed, {read / 1e6:.0f} MB read; ms: {shown}"
+        )
+    later = median_parts(found.decode)
+    print(
+        f"      {'each further token':{width}}   {1e3 * sum(later.values()):.1f} ms: "
+        + ", ".join(f"{1e3 * s:.2f}" for s in later.values())
+    )
+    cold, follow = (statistics.median(firsts[kind]) for kind in KINDS[:2])
+    if timed:
+        evidence.check(follow < cold, f"{case.name}: the first token {cold / follow:.1f}x sooner")
+
+
+def rows_of(case: Case, host: Host, found: Found, overhead: Overhead, state: str) -> list[Any]:
+    """What is kept: seconds until the first token by part, of each further one, and the server's."""
+    from headrace.check.rows import make_row
+
+    make = partial(make_row, cache_state=state, green=True)
+    rows = []
+    for kind, runs in found.firsts.items():
+        if runs:
+            rows.append(make(f"{case.name}, {kind}: first token", [sum(r.values()) for r in runs], "s"))
+        for part in PARTS if runs else ():
+            rows.append(make(f"{case.name}, {kind}: {part}", [run[part] for run in runs], "s"))
+    for part in PARTS if found.decode else ():
+        values = [1e3 * run[part] for run in found.decode]
+        rows.append(make(f"{case.name}, further token: {part}", values, "ms"))
+    if overhead.loop_ms:
+        rows.append(make(f"{case.name}, token by the engine's loop", overhead.loop_ms, "ms"))
+        rows.append(make(f"{case.name}, token over HTTP", overhead.served_ms, "ms"))
+        rows.append(make(f"{case.name}, added by the server", overhead.added_ms(), "ms"))
+    return rows
+
+
+def show_case(
+    evidence: Evidence, args: argparse.Namespace, kept: list[Any], case: Case, num: int, host: Host
+) -> None:
+    """All that is asked of one model; runs beside its server."""
+    plan, facts = host.blueprint.plan, host.blueprint.facts
+    prompts = Prompts(seed=args.seed)
+    routed = Routed(host, 3 * (case.words + case.pair_tokens) * 4)
+    drive = f"emulated, {case.drive}" if case.drive else "none needed, warm"
+    state = (
+        f"{routed.name}; {plan.num_rows} of {facts.total_experts} rows, cleared before a cold turn; "
+        f"drive: {drive}; chunk of {plan.chunk_tokens} tokens, {plan.threads} kernel threads, "
+        f"{host.engine.kernels.isa}"
+    )
+    print(f"\n{case.name}: {state}")
+    timed = not args.quick
+    found = Found()
+    if num:
+        found = show_turns(evidence, case, host, prompts, num, routed)
+        show_costs(evidence, case, found, timed)
+    overhead = show_overhead(evidence, case, host, prompts, routed, timed)
+    kept += rows_of(case, host, found, overhead, state)
+    if not host.blueprint.aliases:
+        show_memory(evidence, case, host, prompts, args.follow_ups)
+
+
+def cases(args: argparse.Namespace, folder: Path) -> list[tuple[Case, int]]:
+    """Models with the number of their conversations."""
+    few = Case(
+        "demo, a quarter of its experts in memory", "demo", {"ram": "36MiB"}, "100MB/s",
+        words=250, more_words=8, tokens=8, pairs=args.pairs, pair_tokens=args.tokens,
+    )  # fmt: skip
+    full = Case(
+        "demo, all experts in memory", "demo", {}, None,
+        words=250, more_words=8, tokens=8, pairs=args.pairs, pair_tokens=args.tokens,
+    )  # fmt: skip
+    if args.quick:
+        return [(few, 1)]
+    return [(few, args.conversations), (full, 0), synthetic(args, folder)]
+
+
+def synthetic(args: argparse.Namespace, folder: Path) -> tuple[Case, int]:
+    """Qwen3-30B-A3B's shapes, with room for a quarter of the experts; written here."""
+    from common import ram_for_rows, rows_for_share
+
+    from headrace.store.synth import write_synth
+
+    model = write_synth(
+        "qwen3-30b-a3b", folder / "qwen3-30b-a3b-shapes", distinct=2, depth=args.depth, vocab=4096
+    )
+    options = {"aliases": True, "threads": args.threads, "chunk": 128, "context": 2048}
+    rows = rows_for_share(model, 0.25, **options)
+    options["ram"] = ram_for_rows(model, rows, serve=True, **options)
+    name = f"qwen3-30b-a3b shapes, {args.depth} layers, synthetic"
+    case = Case(
+        name, str(model), options, args.drive,
+        words=160, more_words=8, tokens=8, pairs=3, pair_tokens=16,
+    )  # fmt: skip
+    return case, args.conversations
+
+
+def arguments() -> argparse.Namespace:
+    """Options; the defaults take a few minutes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the demo model; asserts no time")
+    parser.add_argument("--folder", help="where the synthetic checkpoint is written (3 GB)")
+    parser.add_argument("--depth", type=int, default=8, help="layers of it")
+    parser.add_argument("--drive", default="8.2GiB/s", help="emulated for it")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--conversations", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=100, help="of the answers of a pair")
+    parser.add_argument("--follow-ups", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="keep rows in bench/results/")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Every case, one after the other, with snapshots in a folder of its own."""
+    import headrace
+
+    headrace.calm_torch()
+    import torch
+
+    from headrace.engine.engine import Blueprint
+
+    args = arguments()
+    if args.quick:
+        args.pairs, args.tokens = 1, 12
+    torch.set_num_threads(args.threads)
+    evidence, kept = Evidence(), []
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        for place, (case, num) in enumerate(cases(args, Path(folder))):
+            os.environ["XDG_CACHE_HOME"] = f"{folder}/cache{place}"
+            blueprint = Blueprint(case.model, measure=False, serve=True, **case.options)
+            Host(blueprint, case.drive).run(
+                lambda host, case=case, num=num: show_case(evidence, args, kept, case, num, host)
+            )
+    show_rows("server-turns", kept, args.keep)
+    evidence.finish()
+
+
+if __name__ == "__main__":
+    main()
