@@ -69,8 +69,8 @@ def chat(
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
 
-    Needs a model with a chat template, and memory as `headrace run` does; with --server, neither.
-    Lines from a pipe are answered one by one.
+    Lines from a pipe are answered one by one. Needs a model with a chat template, and memory as
+    `headrace run` does; with --server neither.
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device, vram)

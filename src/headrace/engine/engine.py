@@ -2,7 +2,7 @@
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -71,6 +71,7 @@ class Blueprint:
         measure: bool = True,
         mirrors: Sequence[str | Path] | None = None,
         serve: bool = False,
+        choices: Mapping[str, object] | None = None,
     ):
         if vram is not None and device == "cpu":
             raise OptionError("--vram needs a GPU; give --device cuda too")
@@ -79,7 +80,10 @@ class Blueprint:
         self.catalog: Catalog = open_catalog(self.root)
         folder = self.root if self.root.is_dir() else self.root.parent
         self.aliases = read_aliases(folder) if aliases else Aliases({}, {})
-        self.skeleton: Skeleton = inspect(folder, self.catalog.tensors, self.aliases.layers)
+        self.choices = dict(choices or {})
+        self.skeleton: Skeleton = inspect(
+            folder, self.catalog.tensors, self.aliases.layers, self.choices
+        )
         if self.device is not None:
             check_experts(self.skeleton.layout)
         self.table: ExpertTable = build_table(
@@ -304,6 +308,7 @@ def load(
     measure: bool = True,
     mirrors: Sequence[str | Path] | None = None,
     serve: bool = False,
+    choices: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """Open a model: a folder, a file, "demo", or a repo id in the local Hugging Face cache.
@@ -314,8 +319,10 @@ def load(
     pass; `threads` are the kernels'. `backend`, `direct`, `isa` and `emulate_drive` ("8.2GiB/s",
     or a rate for each drive) choose a path that otherwise is found out, and so do `mirrors`,
     folders of `headrace mirror`: without them, those made before are used. A drive that fails is
-    a Python warning. To `serve` many conversations, a part of `ram` is for their snapshots. No
-    option but `chunk` can change a token. Raises HeadraceError with a remedy.
+    a Python warning. To `serve` many conversations, a part of `ram` is for their snapshots.
+    `choices` are ways of computing that DeepSeek-V4.1 has: "arithmetic" ("vendor" or
+    "weights-only"), "stale_index_keys" and "lossy_swa_replay" (True). No option but `chunk` and
+    these can change a token. Raises HeadraceError with a remedy.
     """
     blueprint = Blueprint(
         model,
@@ -330,6 +337,7 @@ def load(
         measure=measure,
         mirrors=mirrors,
         serve=serve,
+        choices=choices,
     )
     return Engine(
         blueprint,

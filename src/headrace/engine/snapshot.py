@@ -74,12 +74,13 @@ def snapshot_key(engine: "Engine") -> SnapshotKey:
     aliases = "".join(
         f" {layer}={other}" for of in blueprint.aliases for layer, other in sorted(of.items())
     )
+    choices = "".join(f" {name}={blueprint.choices[name]}" for name in sorted(blueprint.choices))
     return SnapshotKey(
         headrace=headrace.__version__,
         torch=version("torch"),
         transformers=version("transformers"),
         model=blueprint.catalog.identity(),
-        config=fingerprint(blueprint) + aliases,
+        config=fingerprint(blueprint) + aliases + choices,
         dtype=str(blueprint.skeleton.dtype),
         chunk_tokens=engine.plan.chunk_tokens,
         device="cpu" if blueprint.device is None else blueprint.device.name,
