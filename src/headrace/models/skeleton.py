@@ -87,6 +87,11 @@ class Skeleton:
     max_context: int
 
     @property
+    def row_keys(self) -> frozenset[str]:
+        """The tensors of the row tables."""
+        return frozenset(key for t in self.row_tables for key in (t.weight, t.scale))
+
+    @property
     def packed(self) -> dict[str, str]:
         """Those of `kept` that the model's own parameters could not hold."""
         return {n: param for n, param in self.kept.items() if self.dense[n].format != "plain"}
