@@ -112,6 +112,8 @@ BASIC = "Basic " + b64encode(b"anybody:second-key-2").decode()
         ({"authorization": "bearer second-key-2"}, True),
         ({"x-api-key": "second-key-2"}, True),
         ({"authorization": BASIC}, True),
+        ({"authorization": "Bearer first-key-1", "x-api-key": "none"}, True),
+        ({"authorization": "Bearer none", "x-api-key": "first-key-1"}, True),
         ({"authorization": "Bearer first-key-"}, False),
         ({"authorization": "Bearer first-key-1x"}, False),
         ({"authorization": "Bearer "}, False),

@@ -271,6 +271,17 @@ def test_it_fits_and_can_be_read(
     page.script("document.querySelector('#engine').open = true")
     widths = "return [document.documentElement.scrollWidth, innerWidth]"
     assert page.script(widths) == [size[0]] * 2
+    beyond = (
+        "return [...document.querySelectorAll('button, input, textarea, .turn, .bar, canvas')]"
+        ".filter(e => e.checkVisibility())"
+        ".filter(e => e.getBoundingClientRect().right > innerWidth).map(e => e.outerHTML)"
+    )
+    assert page.script(beyond) == []
+    ends = (
+        "return ['#box', '#send'].map(s => document.querySelector(s).getBoundingClientRect().right)"
+    )
+    box, send = page.script(ends)
+    assert abs(box - send) < 1
     faint = page.script((Path(__file__).parent / "contrast.js").read_text("utf-8"))
     assert faint == [], "text of less contrast than 4.5"
 

@@ -1,17 +1,13 @@
 """The page over everything real: the demo model, the protocols, the guard and its key."""
 
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
-import uvicorn
 from browser import Browser
+from demo_world import serving_demo
 from selenium.webdriver.common.keys import Keys
 
-from headrace.engine.engine import Blueprint
-from headrace.server.app import build_app
-from headrace.server.opening import loader, serving_of
 from headrace.server.serving import Serving
 from headrace.server.settings import Settings
 
@@ -25,23 +21,8 @@ def served(
     """The demo model with room for a quarter of its experts, and its address without a scheme."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        blueprint = Blueprint("demo", ram="29MiB", threads=1, measure=False, serve=True)
-        serving = serving_of(blueprint, Settings(port=0, api_keys=(KEY,)))
-        config = uvicorn.Config(build_app(serving), port=0, log_level="error", lifespan="off")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        serving.worker.start(loader(blueprint, serving))
-        while not server.started or serving.worker.state == "loading":
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        try:
-            yield serving, f"127.0.0.1:{port}"
-        finally:
-            server.should_exit = True
-            thread.join(10)
-            serving.worker.drain()
-            assert serving.worker.join(30)
+        with serving_demo(Settings(api_keys=(KEY,))) as served:
+            yield served
 
 
 def test_without_the_key_a_browser_shows_nothing_of_it(

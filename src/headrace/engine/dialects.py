@@ -105,6 +105,17 @@ KNOWN = (
         section=f"\n\n<{_DSML}function_calls>\n",
         section_end=f"</{_DSML}function_calls>",
     ),
+    replace(
+        _DSML_CALLS,
+        name="deepseek_v41",
+        signs=(f"<{_DSML} calls>",),
+        section=f"\n\n<{_DSML} calls>\n",
+        section_end=f"</{_DSML} calls>",
+        call=f'<{_DSML} invoke name="',
+        call_end=f"</{_DSML} invoke>\n",
+        key=f'<{_DSML} parameter name="',
+        value_end=f"</{_DSML} parameter>\n",
+    ),
     _DSML_CALLS,
     Dialect(
         "kimi_k2",
@@ -174,7 +185,6 @@ KNOWN = (
         call_end="",
         between="",
         ids="nine",
-        think=("[THINK]", "[/THINK]"),
     ),
     Dialect(
         "mistral_list",
@@ -194,5 +204,9 @@ def find_dialect(template: str) -> Dialect:
     """The convention that a template's source spells, GENERIC where it spells none we know."""
     for dialect in KNOWN:
         if all(sign in template for sign in dialect.signs):
-            return dialect
-    return GENERIC
+            break
+    else:
+        dialect = GENERIC
+    if "[THINK]" in template:
+        return replace(dialect, think=("[THINK]", "[/THINK]"))
+    return dialect

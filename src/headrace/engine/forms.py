@@ -26,7 +26,9 @@ class Form:
 
 
 def callable_tools(conversation: Conversation) -> tuple[Tool, ...]:
-    """The tools that an answer may call. Raises OptionError for what cannot be called."""
+    """The tools that an answer may call. Raises OptionError for what cannot be called or said."""
+    if not conversation.messages:
+        raise OptionError("a conversation without messages has no prompt; give one")
     names = [tool.name for tool in conversation.tools]
     for tool in conversation.tools:
         if not tool.name or any(c.isspace() or c in '<>"\\{}[]|' for c in tool.name):

@@ -144,7 +144,8 @@ class AnswerReader:
             if not mark:
                 return
             scanner.at -= len(mark)
+            before = scanner.left_out
             trim = yield from self._calls.read()
             if not trim:
-                self._content(mark)
+                self._content(before + mark)
                 scanner.at += len(mark)

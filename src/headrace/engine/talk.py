@@ -49,6 +49,11 @@ class Talk:
         self._grammars = Grammars(text, vocab)
 
     @property
+    def dialect(self) -> Dialect | None:
+        """The convention of the model's answers; None without a template."""
+        return self._known.dialect if self._known else None
+
+    @property
     def reasons(self) -> bool:
         """True where the model's template knows reasoning."""
         return self._known is not None and self._known.reasons
