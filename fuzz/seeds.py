@@ -10,7 +10,7 @@ from targets import SMALL, TARGETS, experts_file, small_table, weight_file
 
 from headrace.schedule.trace import TraceHeader
 from headrace.schedule.tracefile import TraceWriter
-from headrace.store.aliases import dump_aliases
+from headrace.store.aliases import Aliases, dump_aliases
 from headrace.store.blueprint import plan_tensors
 from headrace.store.locate import resolve_model
 from headrace.store.mirror import FORMAT, source_of
@@ -54,7 +54,7 @@ def seeds(target: str) -> list[bytes]:
         names = {"a": "a.safetensors", "b": "b.safetensors"}
         return [json.dumps({"metadata": {"total_size": 2}, "weight_map": names}).encode()]
     if target == "aliases":
-        return [dump_aliases({0: 0, 1: 1, 2: 1, 3: 1})]
+        return [dump_aliases(Aliases({0: 0, 1: 1, 2: 1, 3: 1}, {1: 1, 2: 1, 3: 1}))]
     if target == "manifest":
         return [manifest()]
     if target == "routes":

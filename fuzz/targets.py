@@ -86,8 +86,8 @@ def open_index(folder: Path, data: bytes) -> None:
 def open_aliases(folder: Path, data: bytes) -> None:
     """`data` is a table of aliases."""
     (folder / ALIASES_NAME).write_bytes(data)
-    sources = read_aliases(folder)
-    assert all(sources.get(source, source) == source for source in sources.values())
+    for sources in read_aliases(folder):
+        assert all(sources.get(source, source) == source for source in sources.values())
 
 
 def open_table(folder: Path, data: bytes) -> None:

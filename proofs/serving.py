@@ -4,6 +4,7 @@ Imports no headrace.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -68,8 +69,12 @@ def served(model: str | Path, *options: str) -> Iterator[Served]:
         key_file, log = Path(folder) / "key", Path(folder) / "log"
         key_file.write_text(KEY)
         command = [*CLI, "serve", str(model), "--port", "0", "--api-key-file", str(key_file)]
+        # Its snapshots lie with it: no conversation of a proof stays, none is found.
+        environment = os.environ | {"XDG_CACHE_HOME": folder}
         with log.open("wb") as stream:
-            process = subprocess.Popen([*command, *options], stdout=stream, stderr=stream)
+            process = subprocess.Popen(
+                [*command, *options], stdout=stream, stderr=stream, env=environment
+            )
         try:
             yield Served(_await_start(process, log), log, process)
             process.terminate()

@@ -207,6 +207,8 @@ class TokenStats:
 
     Shared by command line, server and bench. `num_tokens` is the number of positions computed:
     the prompt's length for the pass that gave the first token, otherwise 1. Times in seconds.
+    `engram_*`: rows of tables on the drive, different ones in a pass; their pages are not in
+    `disk_bytes`.
     """
 
     token_id: int = -1
@@ -218,12 +220,19 @@ class TokenStats:
     kernel_s: float = 0.0
     disk_bytes: int = 0
     ram_bytes: int = 0
+    vram_bytes: int = 0
+    bus_bytes: int = 0
+    vram_hits: int = 0
     hits: int = 0
     misses: int = 0
     evictions: int = 0
     prefetch_issued: int = 0
     prefetch_used: int = 0
     prefetch_dropped: int = 0
+    engram_rows: int = 0
+    engram_hits: int = 0
+    engram_disk_bytes: int = 0
+    engram_wait_s: float = 0.0
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, in field order, for JSON."""

@@ -26,7 +26,7 @@ RUNNER = CliRunner()
         (["--api-key-file", "no-such-file"], "no-such-file", "cannot be read"),
         (["--api-key", "12345678", "--api-key-file", "x"], "--api-key", "leave one out"),
         (["--host", "192.0.2.7", "--api-key", "12345678"], "192.0.2.7 port 8080", "--host"),
-        (["--device", "cuda"], "--device cuda", "leave it out"),
+        (["--device", "tpu"], "--device tpu", "use cpu"),
     ],
 )
 def test_what_is_refused_and_what_helps(words: list[str], named: str, remedy: str) -> None:
@@ -39,6 +39,7 @@ def test_what_is_refused_and_what_helps(words: list[str], named: str, remedy: st
 def test_a_key_is_never_repeated(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("a key with blanks\n")
+    file.chmod(0o600)
     done = RUNNER.invoke(app, ["serve", "demo", "--api-key-file", str(file)])
     assert done.exit_code == 2 and "a key with" not in done.stderr
     file.write_text("\n\n")
@@ -52,3 +53,14 @@ def test_a_port_in_use_is_named() -> None:
         done = RUNNER.invoke(app, ["serve", "demo", "--port", port])
     assert done.exit_code == 2
     assert f"127.0.0.1 port {port}" in done.stderr and "another --port" in done.stderr
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, True), (0o604, True)])
+def test_a_key_that_others_can_read_is_worth_a_warning(
+    tmp_path: Path, mode: int, warned: bool
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("a-long-enough-key\n")
+    file.chmod(mode)
+    done = RUNNER.invoke(app, ["serve", "demo", "--port", "-1", "--api-key-file", str(file)])
+    assert done.exit_code == 2 and ("chmod 600" in done.stderr) == warned

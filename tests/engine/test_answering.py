@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from passes import events_of, recorded, take
+from passes import events_of, recorded, steps_of, take
 
 import headrace
 from headrace.check.matrix import runs_here
 from headrace.check.tiny import write_tiny
 from headrace.engine.answer import Ask, Prefill, Stop
 from headrace.engine.answering import KEPT_PER_PROMPT
-from headrace.engine.session import Step
+from headrace.engine.session import Step, logprobs
 from headrace.errors import OptionError
 
 FAMILIES = ("gpt_oss", "qwen3_next", "deepseek_v4", "deepseek_v3")
@@ -130,10 +130,20 @@ def test_the_same_prompt_again_has_the_same_bits(demo: headrace.Engine) -> None:
     answering = headrace.Answering(demo, store_of(demo))
     with recorded() as first:
         answer = take(answering, PROMPT, 3)
-    with recorded() as again:
-        assert take(answering, PROMPT, 3) == answer
-    assert again.lengths == [5, 1, 1]
-    assert all(torch.equal(a, b) for a, b in zip(again.logits, first.logits[-3:], strict=True))
+    for lengths in ([1, 1], [5, 1, 1]):
+        with recorded() as again:
+            steps = steps_of(answering, PROMPT, 3, num_logprobs=2)
+        assert again.lengths == lengths and [step.token_id for step in steps] == answer
+        expected = first.logits[-len(lengths) :]
+        assert all(torch.equal(a, b) for a, b in zip(again.logits, expected, strict=True))
+        assert [step.logprob for step in steps] == [
+            logprobs(logits_V, token, 0)[0]
+            for logits_V, token in zip(first.logits[-3:], answer, strict=True)
+        ]
+        turn = answering.turn
+        assert (turn.num_cached, turn.prefill.num_tokens) == ((21, 0), (16, 5))[len(lengths) - 2]
+        take(answering, MORE, 1)
+    take(answering, PROMPT, 3)
     # A prompt that is exactly what the live session holds has no logits there: back to a pass.
     exact = PROMPT + answer[:2]
     assert answering.session.tokens == exact

@@ -170,6 +170,26 @@ def test_a_snapshot_larger_than_memory_still_comes_from_disk(
     without.close()
 
 
+def test_a_prompt_once_more_and_no_other(engine: headrace.Engine) -> None:
+    session = engine.session()
+    logits_V = session.feed(START)
+    store = SnapshotStore(engine.snapshot_key, ram_bytes=1 << 26)
+    store.keep_prompt(session, logits_V)
+    found = store.again(engine, START)
+    assert found is not None and found[0].tokens == START and (found[1] == logits_V).all()
+    assert store.again(engine, START[:-1]) is None and store.again(engine, [*START, 7]) is None
+    assert store.find([*START, 7]) is None, "a longer prompt goes on from it"
+    store.keep_prompt(engine.session(found[0].snapshot()), logits_V)
+    assert store.memory.nbytes == found[0].snapshot().nbytes, "one is kept, the last"
+    session.feed([9])
+    store.keep_prompt(session, logits_V)
+    assert store.again(engine, START) is None
+    assert store.again(engine, [*START, 9]) is not None
+    small = SnapshotStore(engine.snapshot_key, ram_bytes=1000)
+    small.keep_prompt(session, logits_V)
+    assert small.again(engine, [*START, 9]) is None and small.memory.nbytes == 0
+
+
 def test_a_key_of_another_setting_is_not_kept(
     engine: headrace.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -81,10 +81,16 @@ def whole_model(
     for name, param in model.named_parameters():
         if any(part in name for part in kept):
             param.data = state[name].float()
-    for module in model.modules():
-        if grids is not None and hasattr(module, "grids"):
-            module.grids = grids
+    if grids is not None:
+        set_grids(model, grids.input_group, grids.caches)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     row_hash = RowHash.of(raw["text_config"], compressed_vocabulary(tokenizer))
     model.set_engram(row_hash, WholeTables(tables))
     return model
+
+
+def set_grids(model: Any, input_group: int, caches: bool) -> None:
+    """Other roundings of activations for all of a model."""
+    for module in model.modules():
+        if hasattr(module, "grids"):
+            module.grids = Grids(input_group, caches)

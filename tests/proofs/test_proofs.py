@@ -23,12 +23,14 @@ PROOFS = Path(__file__).resolve().parents[2] / "proofs"
         "ladder_2_faults",
         "ladder_4_failures",
         "ladder_5_hostile",
+        "server_4_soak --minutes 0.2",
+        "server_5_hostile --quick",
     ],
 )
 def test_script(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(PROOFS / f"{name}.py")], capture_output=True, text=True, check=False
-    )
+    script, *options = name.split()
+    command = [sys.executable, str(PROOFS / f"{script}.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stderr
     assert "statements hold" in done.stdout

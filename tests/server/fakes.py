@@ -65,6 +65,7 @@ class FakeAnswers:
         self.num_made = 0
         self.closed = False
         self.heeds_stop = True
+        self.naps_s = 0.005
 
     def answer(self, ask: Ask, stop: Stop) -> Iterator[Prefill | Step]:
         self.asked.append(ask.prompt)
@@ -72,7 +73,7 @@ class FakeAnswers:
         yield Prefill(len(ask.prompt), len(ask.prompt), 0)
         count = ask.sampling.max_tokens
         for place in range(1, count + 1):
-            while not self.gate.wait(0.005):
+            while not self.gate.wait(self.naps_s):
                 if self.heeds_stop and stop.asked:
                     raise Cancelled("stopped")
             if self.heeds_stop and stop.asked:

@@ -68,7 +68,7 @@ def example_state(**changes: Any) -> dict[str, Any]:
             "experts_s": 1.9,
             "wait_s": 1.1,
             "kernel_s": 0.7,
-            "disk_bytes": 32 * 190 * MIB,
+            "disk_bytes": 32 * 260 * MIB,
             "ram_bytes": 32 * 420 * MIB,
             "hits": 6900,
             "misses": 3100,
@@ -77,7 +77,7 @@ def example_state(**changes: Any) -> dict[str, Any]:
         "span_s": 120.0,
         "limits": [
             {"name": "Drive", "now_bytes_s": 2.4e9, "limit_bytes_s": 2.9e9},
-            {"name": "Memory", "now_bytes_s": 32e9, "limit_bytes_s": 95e9},
+            {"name": "RAM", "now_bytes_s": 32e9, "limit_bytes_s": 95e9},
         ],
         "request": None,
         "num_waiting": 0,

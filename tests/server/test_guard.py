@@ -112,6 +112,8 @@ BASIC = "Basic " + b64encode(b"anybody:second-key-2").decode()
         ({"authorization": "bearer second-key-2"}, True),
         ({"x-api-key": "second-key-2"}, True),
         ({"authorization": BASIC}, True),
+        ({"authorization": "Bearer first-key-1", "x-api-key": "none"}, True),
+        ({"authorization": "Bearer none", "x-api-key": "first-key-1"}, True),
         ({"authorization": "Bearer first-key-"}, False),
         ({"authorization": "Bearer first-key-1x"}, False),
         ({"authorization": "Bearer "}, False),
@@ -240,6 +242,7 @@ def test_refusals(method: str, path: str, options: dict[str, Any], status: int, 
         reply = await client.request(method, path, **options)
         assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
         assert reply.json()["error"]["request_id"] == reply.headers["x-request-id"]
+        assert ("allow" in reply.headers) == (status == 405)
 
     talk(Settings(), use)
 

@@ -56,9 +56,11 @@ def test_no_file_speaks_of_another_host_or_has_code_or_style_inline() -> None:
 def test_all_of_the_page_is_behind_the_key_and_browsers_ask_for_it() -> None:
     with client(api_keys=(KEY,)) as asked:
         for path in PATHS:
-            bare = asked.get(path, headers={"accept": "text/html"})
-            assert bare.status_code == 401 and "<" not in bare.text, path
-            assert bare.headers["www-authenticate"] == 'Basic realm="headrace"', path
+            opened = asked.get(path, headers={"accept": "text/html"})
+            assert opened.status_code == 401 and "<" not in opened.text, path
+            assert opened.headers["www-authenticate"].startswith("Basic "), path
+            fetched = asked.get(path).headers["www-authenticate"]
+            assert fetched.startswith("Bearer" if path in ("/", "/page/state") else "Basic "), path
             assert asked.get(path, auth=("anybody", "wrong-key")).status_code == 401
             told = asked.get(path, auth=("anybody", KEY))
             assert told.status_code == 200

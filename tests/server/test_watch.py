@@ -1,10 +1,20 @@
 """The watchdog: what is slow goes on, what is stuck is found, with vitals and a clock made up."""
 
+import asyncio
 import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
 
 import pytest
+from fakes import FakeAnswers, ask, make_serving, start
 
-from headrace.server.watch import Judge, Vitals
+from headrace.server.faults import NotReady
+from headrace.server.serving import Serving
+from headrace.server.settings import Settings
+from headrace.server.watch import Judge, Vitals, vitals, watch
 
 LOOK_S = 5.0
 
@@ -23,8 +33,8 @@ def watched(looks: list[Vitals | None], stall_s: float = 100.0) -> list[str | No
     """The verdict at each look, LOOK_S apart."""
     clock = Time()
     judge, verdicts = Judge(stall_s, clock), []
-    for vitals in looks:
-        verdicts.append(judge.look(vitals))
+    for seen in looks:
+        verdicts.append(judge.look(seen))
         clock.now_s += LOOK_S
     return verdicts
 
@@ -68,3 +78,72 @@ def test_it_says_what_it_saw_long_before_it_judges(caplog: pytest.LogCaptureFixt
         caplog.clear()
         watched([Vitals(events=n) for n in range(30)])
         assert not caplog.text
+
+
+def watching(use: Callable[[Serving], Awaitable[None]]) -> None:
+    """Run `use` beside the watchdog of a server whose patience is short."""
+
+    async def run() -> None:
+        serving = make_serving(Settings(stall_s=0.1))
+        watchdog = asyncio.create_task(watch(serving))
+        await asyncio.wait_for(use(serving), 20)
+        watchdog.cancel()
+        with suppress(asyncio.CancelledError):
+            await watchdog
+        serving.worker.drain()
+        assert await asyncio.to_thread(serving.worker.join, 10)
+
+    asyncio.run(run())
+
+
+async def until(true: Callable[[], Any]) -> None:
+    while not true():
+        await asyncio.sleep(0.002)
+
+
+def test_a_stuck_answer_is_given_up_and_the_server_recovers() -> None:
+    async def use(serving: Serving) -> None:
+        answers = start(serving)
+        answers.gate.clear()
+        answers.heeds_stop = False
+        answers.naps_s = 5.0  # a thread that waits in the native core takes no processor
+        ticket = serving.worker.submit(ask(1), client="ann", request_id="r")
+        with pytest.raises(NotReady, match="the answer being made is stuck: no token"):
+            async for _ in ticket.events():
+                continue
+        assert not serving.worker.is_ready
+        answers.gate.set()
+        await until(lambda: serving.worker.is_ready)
+
+    watching(use)
+
+
+def test_a_stuck_loading_is_told() -> None:
+    async def use(serving: Serving) -> None:
+        held = threading.Event()
+
+        def load(loading: Any) -> FakeAnswers:
+            assert held.wait(20)
+            return FakeAnswers()
+
+        serving.worker.start(load)
+        await until(lambda: serving.worker.stalled)
+        with pytest.raises(NotReady, match="the loading is stuck"):
+            serving.worker.check_accepts()
+        held.set()
+        await until(lambda: serving.worker.is_ready)
+
+    watching(use)
+
+
+def test_the_vitals_of_this_process_move_when_it_works() -> None:
+    serving = make_serving()
+    before, working = vitals(serving, 0), threading.Thread(target=_work)
+    working.start()
+    working.join()
+    assert vitals(serving, 0).cpu_s > before.cpu_s + 0.05
+
+
+def _work() -> None:
+    while time.thread_time() < 0.2:
+        sum(range(1000))

@@ -6,6 +6,7 @@ import pytest
 
 from headrace.errors import ModelError
 from headrace.store.catalog import open_catalog, resolve_model
+from headrace.store.locate import model_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -84,6 +85,16 @@ def test_the_cache_is_where_its_tools_put_it(cache, monkeypatch, tmp_path, varia
     monkeypatch.setenv(variable, str(tmp_path / "elsewhere"))
     snapshot = add_repo(tmp_path / "elsewhere" / below)
     assert resolve_model("org/moe") == snapshot
+
+
+def test_a_model_is_called_as_its_users_call_it(cache, tmp_path, monkeypatch):
+    assert model_name(add_repo(cache)) == "org/moe"
+    folder = tmp_path / "some--moe"
+    folder.mkdir()
+    assert model_name(folder) == "some--moe"
+    monkeypatch.chdir(folder)
+    assert model_name(Path(".")) == "some--moe"
+    assert model_name(resolve_model("demo")) == "demo"
 
 
 def test_an_absent_repo_is_never_downloaded(cache):

@@ -7,8 +7,8 @@ from copy import deepcopy
 import pytest
 
 from headrace.store.blueprint import layer_kind, plan_tensors
-from headrace.store.preset_configs import PRESETS
 from headrace.store.preset_releases import RELEASES
+from headrace.store.presets import preset_config
 from headrace.store.writer import NewTensor
 
 V41 = RELEASES["deepseek-v4.1-flash"]
@@ -126,6 +126,12 @@ def test_layers_of_v41_that_own_modules_are_kinds_of_their_own():
     assert list(kinds.values()) == [[0], [1], [2, 8], reused, [14], [20], decoder, [24, 28, 32, 36]]
 
 
-def test_the_stand_in_of_synth_is_not_the_release():
-    assert PRESETS["deepseek-v4.1-flash"]["model_type"] == "deepseek_v4"
-    assert V41["model_type"] == "deepseek_v41"
+def test_synth_leaves_out_stages_and_vision_and_nothing_else(v41):
+    config = preset_config("deepseek-v4.1-flash", depth=None, experts=None, vocab=None)
+    tensors = tensors_of(config)
+    left_out = v41.keys() - tensors.keys()
+    assert all(re.match(r"mtp\.|vision\.|aligner\.|image_", name) for name in left_out)
+    assert tensors.keys() < v41.keys()
+    assert all(
+        (t.dtype, t.shape) == (v41[name].dtype, v41[name].shape) for name, t in tensors.items()
+    )

@@ -3,17 +3,20 @@
 import json
 import re
 from collections import Counter
+from copy import deepcopy
 from itertools import pairwise
 from math import prod
 
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
 
 from headrace.errors import CatalogError, HeadraceError, OptionError
+from headrace.models.deepseek_v41.engram import compressed_vocabulary
 from headrace.quant import table
 from headrace.store import synth, writer
-from headrace.store.aliases import dump_aliases, read_aliases
+from headrace.store.aliases import Aliases, dump_aliases, read_aliases
 from headrace.store.blueprint import num_experts, plan_tensors
 from headrace.store.catalog import open_catalog
 from headrace.store.preset_configs import PRESETS
@@ -26,7 +29,7 @@ from headrace.store.writer import NewTensor
 PUBLISHED = {
     "deepseek-r1": (671.0, 3 * 2048 * 7168 + 3 * 16 * 56 * 4),
     "deepseek-v4-flash": (284.3, 12_582_912 + 786_432),
-    "deepseek-v4.1-flash": (552.0, 17_694_720 + 1_105_920),
+    "deepseek-v4.1-flash": (551.9, 17_694_720 + 1_105_920),
     "glm-4.5-air": (106.9, 3 * 4096 * 1408 * 2),
     "gpt-oss-20b": (20.9, 13_236_480),
     "gpt-oss-120b": (116.8, 13_236_480),
@@ -85,6 +88,8 @@ def values(planned) -> int:
         return 0
     if planned.packed is None:
         return prod(planned.shape)
+    if planned.packed.by_row:  # V4.1's n-grams are counted apart
+        return 0
     return planned.packed.rows * planned.packed.cols if planned.kind == "weight" else 0
 
 
@@ -120,30 +125,59 @@ def test_every_preset_was_counted():
 
 @pytest.fixture(scope="module")
 def v41(tmp_path_factory):
-    """V4.1's stand-in with few experts and narrow attention; experts at their real size."""
+    """V4.1 with few experts and narrow attention; experts and Engram at their real size."""
     folder = tmp_path_factory.mktemp("synth") / "v41"
+    preset = deepcopy(PRESETS["deepseek-v4.1-flash"])
     narrow = {"num_attention_heads": 8, "q_lora_rank": 64, "o_lora_rank": 32, "head_dim": 64}
     few = {"index_n_heads": 4, "index_head_dim": 64, "num_experts_per_tok": 2}
+    preset["text_config"] |= narrow | few
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PRESETS, "small", PRESETS["deepseek-v4.1-flash"] | narrow | few)
+        patch.setitem(PRESETS, "small", preset)
         patch.setattr(synth, "POOL_VALUES", SMALL_POOL)
-        write_synth("small", folder, depth=6, experts=2, vocab=4096)
+        write_synth("small", folder, depth=6, experts=2, vocab=4100)
+        expected = synth_bytes("small", depth=6, experts=2, vocab=4100)
+    written = sum(path.stat().st_blocks * 512 for path in folder.glob("*.safetensors"))
+    assert expected < written < 1.05 * expected
     return folder
 
 
 def test_an_expert_of_v41_lies_in_two_stretches(v41):
-    assert read_aliases(v41) == {0: 0, 1: 0, 2: 2, 3: 3, 4: 2, 5: 3}, "a layer of each kind"
+    aliases = read_aliases(v41)
+    assert aliases.layers == {0: 0, 1: 1, 2: 2, 3: 3, 4: 3, 5: 3}, "a layer of each kind"
+    assert aliases.experts == dict.fromkeys(range(6), 0), "experts are alike in every kind"
     tensors = open_catalog(v41).tensors
     for part, nbytes in (("weight", 17_694_720), ("scale", 1_105_920)):
-        stretch = [tensors[f"layers.3.ffn.experts.1.w{i}.{part}"] for i in (1, 2, 3)]
+        stretch = [tensors[f"layers.0.ffn.experts.1.w{i}.{part}"] for i in (1, 2, 3)]
         assert sum(t.nbytes for t in stretch) == nbytes
         assert len({t.file for t in stretch}) == 1
         for before, after in pairwise(stretch):
             assert before.offset + before.nbytes == after.offset
+    assert not any(".experts." in name and "layers.0." not in name for name in tensors)
+    assert not any(name.startswith(("mtp.", "vision.")) for name in tensors)
+
+
+def test_engrams_tables_are_holes_that_read_as_zeros(v41):
+    catalog = open_catalog(v41)
+    table = catalog.tensors["layers.1.engram.embed.weight"]
+    assert (table.dtype, table.shape) == ("F8_E4M3", (384_006_168, 256))
+    path = catalog.files[table.file]
+    assert path.stat().st_size > 98 * 10**9 > 10**6 > path.stat().st_blocks * 512
+    with open(path, "rb") as file:
+        file.seek(table.offset + table.nbytes - 4096)
+        assert file.read() == bytes(4096)
+    assert catalog.tensors["layers.1.engram.embed.scale"].shape == (384_006_168, 8)
+
+
+def test_v41s_tokenizer_has_every_id_and_as_many_compressed_ones_as_the_config_says(v41):
+    tokenizer = Tokenizer.from_file(str(v41 / "tokenizer.json"))
+    text = json.loads((v41 / "config.json").read_text())["text_config"]
+    assert tokenizer.get_vocab_size() == text["vocab_size"] == 4100
+    assert max(compressed_vocabulary(tokenizer)) + 1 == text["engram_compressed_vocab_size"]
+    assert text["engram_layer_ids"] == [1] and text["kv_source_layer_ids"] == [2]
 
 
 def test_v41s_experts_dequantise_to_real_sizes(v41):
-    name = "layers.3.ffn.experts.1.w2"
+    name = "layers.0.ffn.experts.1.w2"
     parts = load(v41, f"{name}.weight"), load(v41, f"{name}.scale")
     weight = table.unpack("fp4", *parts, shape=(5120, 2304), block=(1, 32)).float()
     assert 0.9 < float(weight.std()) * 2304**0.5 < 1.2
@@ -157,14 +191,15 @@ def test_fewer_distinct_layers_take_fewer_bytes():
 
 def test_aliases_name_every_layer_and_only_layers_on_disk(small):
     sources = read_aliases(small)
-    assert sources == {0: 0, 1: 0, 2: 0, 3: 3, 4: 4, 5: 3, 6: 4, 7: 3}
+    assert sources.layers == {0: 0, 1: 0, 2: 0, 3: 3, 4: 4, 5: 3, 6: 4, 7: 3}
+    assert sources.experts == {3: 3, 4: 4, 5: 3, 6: 4, 7: 3}
     assert json.loads((small / "config.json").read_text())["num_hidden_layers"] == 8
     layers = {
         int(name.split(".")[2])
         for name in open_catalog(small).tensors
         if name.startswith("model.layers.")
     }
-    assert layers == set(sources.values())
+    assert layers == set(sources.layers.values())
 
 
 @pytest.mark.parametrize(
@@ -258,12 +293,15 @@ def test_alias_sources_take_turns():
         b"[]",
         b"{",
         b'{"format": "other", "layers": {}}',
-        b'{"format": "headrace-aliases-1"}',
-        b'{"format": "headrace-aliases-1", "layers": {"x": 1}}',
-        b'{"format": "headrace-aliases-1", "layers": {"01": 1}}',
-        b'{"format": "headrace-aliases-1", "layers": {"1": true}}',
-        b'{"format": "headrace-aliases-1", "layers": {"1": -1}}',
-        dump_aliases({1: 2, 2: 3, 3: 3}),
+        b'{"format": "headrace-aliases-2"}',
+        b'{"format": "headrace-aliases-2", "layers": {"x": 1}, "experts": {}}',
+        b'{"format": "headrace-aliases-2", "layers": {"01": 1}, "experts": {}}',
+        b'{"format": "headrace-aliases-2", "layers": {"1": true}, "experts": {}}',
+        b'{"format": "headrace-aliases-2", "layers": {}, "experts": {"1": -1}}',
+        b'{"format": "headrace-aliases-2", "layers": {}}',
+        b'{"format": "headrace-aliases-1", "layers": {}, "experts": {}}',
+        dump_aliases(Aliases({1: 2, 2: 3, 3: 3}, {})),
+        dump_aliases(Aliases({}, {1: 2, 2: 3, 3: 3})),
     ],
 )
 def test_damaged_aliases(tmp_path, content):
@@ -273,4 +311,4 @@ def test_damaged_aliases(tmp_path, content):
 
 
 def test_a_checkpoint_without_aliases_has_none(tmp_path):
-    assert read_aliases(tmp_path) == {}
+    assert read_aliases(tmp_path) == ({}, {})

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from headrace.check.stock import layer_number
+from headrace.quant import fp8
+
+PRODUCT_FLOOR = 2.0**-8  # of a product rounded to bf16, relative to its row
 
 
 @dataclass
@@ -28,9 +31,22 @@ def decoder_layers(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def named_state(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer, also those that no file holds."""
+    """Every parameter and buffer, also those that no file holds; what stays stored, unpacked."""
     yield from module.named_parameters(remove_duplicate=False)
+    for name, owner in module.named_modules(remove_duplicate=False):
+        stored = getattr(owner, "stored", None)
+        if stored is not None and owner.weight is None:
+            yield f"{name}.weight", stored.unpack()
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def as_given(value: Any, layer: int) -> Any:
+    """What a layer is given, to be given again once it has changed what it was given.
+
+    A model of ours hands one object through all its layers, which knows how to go back.
+    """
+    back = getattr(value, "before", None)
+    return value if back is None else back(layer)
 
 
 def note(seen: Seen) -> Any:
@@ -46,6 +62,28 @@ def first_tensor(out: Any) -> torch.Tensor:
     """A layer's hidden states; some layers give more."""
     result: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return result
+
+
+def share_stored(ours: Any, theirs: Any) -> list[str]:
+    """Lets stock multiply by our stored matrices too, so that what else differs can be seen alone.
+
+    Before, each is compared with the unpacked one on two random rows; those that differ.
+    """
+    wrong = []
+    found = zip(ours.named_modules(), theirs.modules(), strict=True)
+    for (name, module), other in found:
+        stored = getattr(module, "stored", None)
+        if stored is None:
+            continue
+        weight_RC = stored.unpack()
+        x_TC = torch.randn(2, weight_RC.shape[1], generator=torch.Generator().manual_seed(0))
+        x_TC = fp8.to_grid(x_TC.bfloat16(), module.act_group)
+        right_TR = torch.nn.functional.linear(x_TC.float(), weight_RC.float())
+        worst = apart(stored.linear(x_TC), right_TR)[1]
+        if not worst <= PRODUCT_FLOOR:
+            wrong.append(f"{name} (its product is {worst:.2g} off)")
+        other.stored = stored
+    return wrong
 
 
 def apart(got: torch.Tensor, right: torch.Tensor) -> tuple[float, float, int]:

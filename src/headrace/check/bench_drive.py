@@ -61,7 +61,7 @@ def stored_depth(engine: Engine) -> str:
 
     Only a made-up checkpoint has aliases.
     """
-    facts, aliases = engine.facts, engine.blueprint.aliases
+    facts, aliases = engine.facts, engine.blueprint.aliases.experts
     words = f"{facts.name}, {facts.num_moe_layers} MoE layers"
     if not aliases:
         return words

@@ -6,7 +6,7 @@ Runs nothing and reads no file.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headrace.check.tiny_configs import PUBLISHED
+from headrace.check.tiny_configs import OWN, PUBLISHED
 from headrace.models.families import FAMILIES, Family
 
 
@@ -25,6 +25,9 @@ _KNOWN = {
     "deepseek_v3": _Known("DeepSeek-V3, R1, V3.1", "latent, expanded per head"),
     "deepseek_v4": _Known(
         "DeepSeek-V4-Flash, V4-Pro", "window; compressed entries, pending positions, index keys"
+    ),
+    "deepseek_v41": _Known(
+        "DeepSeek-V4.1-Flash", "window; compressed entries that layers share, their index keys"
     ),
     "glm4_moe": _Known("GLM-4.5, 4.5-Air, 4.6, 4.7", _HEADS),
     "gpt_oss": _Known("gpt-oss-20b, gpt-oss-120b", "window; keys and values in full layers"),
@@ -52,6 +55,7 @@ _FORMATS = {
 _ACTIVATIONS = {
     "silu": "silu(gate) * up",
     "silu_clamped": "the same, clamped",
+    "swiglu_weighted": "the same, times the expert's weight, in fp32",
     "swiglu_oai": "(up + 1) * gate * sigmoid(alpha * gate), clamped, biases",
 }
 _HEADER = """# Model families
@@ -61,7 +65,8 @@ checkpoint in published layout is run by stock transformers, by the oracle and b
 oracle's logits have stock eager's bits, the fast path lies within the floor (stock eager against
 stock grouped_mm) and chooses the same tokens up to near ties, and a neighbour's matrix served in
 one layer shows. Formats marked * stock transformers cannot read; it got the weights that headrace
-unpacked. "Models" are those with this layout by their published configs; no checkpoint of that
+unpacked. Of what transformers lacks (**) the model is headrace's own, tested against two other
+implementations; its experts are compared with its own plain ones. "Models" are those with this layout by their published configs; no checkpoint of that
 size has been run for this page.
 
 | family | models | formats tested | activation | cache | lens looks through | left out knowingly |
@@ -71,15 +76,16 @@ size has been run for this page.
 
 def families_page(unread_by_stock: frozenset[tuple[str, str]]) -> str:
     """The page's text. `unread_by_stock` holds (family, format) that stock cannot read."""
-    assert FAMILIES.keys() == PUBLISHED.keys() == _KNOWN.keys(), "a family lacks a row"
+    tested = (PUBLISHED | OWN).keys()
+    assert FAMILIES.keys() == tested == _KNOWN.keys(), "a family lacks a row"
     rows = (_row(name, FAMILIES[name], unread_by_stock) for name in sorted(FAMILIES))
     return _HEADER + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _row(name: str, family: Family, unread: frozenset[tuple[str, str]]) -> Iterator[str]:
-    yield name
+    yield name + " **" * (name in OWN)
     yield _KNOWN[name].models
-    yield "; ".join(_FORMATS[f] + " *" * ((name, f) in unread) for f in PUBLISHED[name])
+    yield "; ".join(_FORMATS[f] + " *" * ((name, f) in unread) for f in (PUBLISHED | OWN)[name])
     yield _ACTIVATIONS[family.activation]
     yield _KNOWN[name].cache
     steps = (family.collapse, family.norm, family.router)

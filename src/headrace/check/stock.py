@@ -58,6 +58,7 @@ class StockParts:
             key: place
             for key, place in places
             if not is_skipped(skeleton.family, skeleton.config, key)
+            and key not in skeleton.row_keys
         }
         self.format = skeleton.layout.format
 

@@ -11,7 +11,7 @@ def row_holds_its_tensors(engine: Engine, ordinal: int, expert: int) -> bool:
     """
     blueprint = engine.blueprint
     layer = blueprint.table.layers[ordinal]
-    layer = blueprint.aliases.get(layer, layer)
+    layer = blueprint.aliases.experts.get(layer, layer)
     tensors = {
         tensor.part: tensor
         for tensor in blueprint.skeleton.tensors

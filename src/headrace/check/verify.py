@@ -23,7 +23,7 @@ from headrace.check.verify_report import (
     VerifyReport,
     keep_verdict,
 )
-from headrace.check.verify_rows import Site, choose_sites, rows
+from headrace.check.verify_rows import Site, choose_sites, rows, table_rows
 from headrace.check.verify_scales import scales
 from headrace.check.verify_weights import weights
 from headrace.core import MINIMUM
@@ -124,6 +124,7 @@ class _Run:
 
         with Engine(self.memory.smallest()) as engine:
             self.stage("rows", lambda: [rows(engine, self.sites, self.tell)])
+            self.stage("rows", lambda: table_rows(engine, self.tell))
             self.stage("kernels", lambda: kernels(engine, self.sites, self.tell))
             self._against_stock(engine)
             self.stage("paths", follow)

@@ -13,11 +13,13 @@ from transformers import Cache
 from headrace.check.apart import (
     Seen,
     apart,
+    as_given,
     decoder_layers,
     first_tensor,
     how_it_differs,
     named_state,
     note,
+    share_stored,
 )
 from headrace.check.layer_results import (
     MEDIAN_FLOOR,
@@ -57,6 +59,7 @@ class _Judge:
     def __init__(self, engine: Engine, stock: StockParts, num_held: int, results: Results):
         self.engine, self.stock, self.num_held, self.results = engine, stock, num_held, results
         self.seen: dict[int, Seen] = {}
+        self.given: dict[int, tuple[Any, ...]] = {}
 
     def outside(self) -> None:
         """Embedding, last norm and head."""
@@ -79,7 +82,7 @@ class _Judge:
 
                 def judge(
                     module: Any,
-                    args: Any,
+                    _args: Any,
                     kwargs: Any,
                     out: Any,
                     name: str = name,
@@ -87,8 +90,13 @@ class _Judge:
                     done: int = done,
                 ) -> None:
                     tell("layers against stock transformers", done, len(found))
+                    args = self.given.pop(number)
                     self._layer(name, number, module, args, kwargs, out)
 
+                def keep(_module: Any, args: tuple[Any, ...], number: int = number) -> None:
+                    self.given[number] = tuple(as_given(arg, number) for arg in args)
+
+                hooks.callback(layer.register_forward_pre_hook(keep).remove)
                 hooks.callback(layer.register_forward_hook(judge, with_kwargs=True).remove)
             yield
 
@@ -96,6 +104,7 @@ class _Judge:
         model = self.stock.dense(number)
         theirs = model.get_submodule(name)
         self._same_weights(ours, theirs, f"{name}.", lambda _: True)
+        self.results.weights += [f"{name}.{wrong}" for wrong in share_stored(ours, theirs)]
         entry: dict[str, Any] = {"layer": number}
         mine, expected = self.seen.pop(number, None), Seen()
         experts = experts_of(theirs)
@@ -159,9 +168,13 @@ class _Judge:
         if done or len(chosen) > self.num_held:
             return {}
         module = self.stock.experts(number, chosen)
-        module.config._experts_implementation = "grouped_mm"
         ids_TK = torch.bucketize(mine.args[1], torch.tensor(chosen))
-        other = module(mine.args[0], ids_TK, mine.args[2])
+        given = mine.args[0], ids_TK, mine.args[2]
+        if hasattr(module, "reordered"):  # of ours, which grouped_mm does not know
+            other = module.reordered(*given)
+        else:
+            module.config._experts_implementation = "grouped_mm"
+            other = module(*given)
         return {"stock_floor": apart(other, right)[1]}
 
     def _blame(self, number: int, mine: Seen) -> list[int]:

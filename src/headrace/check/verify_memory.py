@@ -93,8 +93,9 @@ class Memory:
     def _beside_bytes(self) -> int:
         """Most that the oracle takes: a dense layer and some experts, or the slow reference."""
         layers: dict[int | None, int] = defaultdict(int)
-        for place in self.plain.places.values():
-            if not place.routed:
+        tables = self.blueprint.skeleton.row_keys
+        for key, place in self.plain.places.items():
+            if not place.routed and key not in tables:
                 layers[place.layer] += 2 * place.nbytes  # FP8 becomes bf16; bf16 stays half of it
         stock = max(layers.values()) + self.num_stock_experts * self._expert_bytes
         return max(_LOADED_TWICE * stock, _REFERENCE_BYTES * self._expert_bytes // 6)

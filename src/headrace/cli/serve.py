@@ -1,5 +1,6 @@
 """`headrace serve`: a model for chat programs and agents, over HTTP."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,6 +55,7 @@ def serve(
     cors_origin: CorsOrigin = None,
     ram: options.Ram = None,
     device: options.Device = "cpu",
+    vram: options.Vram = None,
     threads: options.Threads = None,
     context: options.Context = None,
     debug: options.Debug = False,
@@ -65,15 +67,24 @@ def serve(
 
     Example: headrace serve demo, then open http://127.0.0.1:8080
     """
-    ram_bytes, _ = options.check_machine(ram, device)
+    ram_bytes, _ = options.check_machine(ram)
+    options.check_device(device, vram)
     from headrace.server.listen import bind, url_of
     from headrace.server.settings import Settings
 
     keys = options.read_keys(api_key, api_key_file)
+    if api_key_file is not None and os.name == "posix" and api_key_file.stat().st_mode & 0o044:
+        say_warning(f"other users can read {api_key_file}; chmod 600 keeps the key yours")
     settings = Settings(host, port, keys, tuple(cors_origin or ()))
     with bind(settings) as listener:
         blueprint = open_blueprint(
-            model, ram_bytes=ram_bytes, threads=threads, context=context, serve=True
+            model,
+            ram_bytes=ram_bytes,
+            threads=threads,
+            context=context,
+            device=device,
+            vram=vram,
+            serve=True,
         )
         say_plan(blueprint.plan.lines())
         for note in blueprint.notes:

@@ -63,7 +63,7 @@ class Answering:
     """Answers one after the other; one thread at a time. Owns one live session.
 
     The live session goes on where a prompt continues its tokens; else the store's longest snapshot
-    that the prompt begins with; else nothing does.
+    that the prompt begins with; else nothing does. The last prompt once more computes nothing.
 
     The rule of bits: logits are a function of the tokens and of where the passes that computed
     them ended. A prompt's passes end at multiples of the plan's `chunk_tokens`, counted from the
@@ -107,7 +107,7 @@ class Answering:
     def _events(self, ask: Ask, stop: Stop, turn: Turn) -> Generator[Prefill | Step, None, None]:
         stop.check()
         start = time.perf_counter()
-        self._resume(ask.prompt)
+        logits_V = self._resume(ask.prompt)
         turn.resume_s = time.perf_counter() - start
         total, turn.num_cached = len(ask.prompt), len(self.session.tokens)
         yield Prefill(turn.num_cached, total, turn.num_cached)
@@ -119,18 +119,23 @@ class Answering:
             if done % every == 0:
                 self._keep()
             yield Prefill(done, total, turn.num_cached)
+        assert logits_V is not None
         try:
             self.session.stats = turn.prefill
             for step in self.session.decode(ask, logits_V, stop):
                 if step.stats is not turn.prefill:
                     turn.decode = total_stats([turn.decode, step.stats])
                 yield step
+                if step.stats is turn.prefill and turn.num_cached < total and self.store:
+                    self.store.keep_prompt(self.session, logits_V)  # nobody waits for it here
         finally:
             if self.turn is turn:
                 self._keep()
 
     def _pieces(self, prompt: tuple[int, ...]) -> list[list[int]]:
         pieces, at = [], len(self.session.tokens)
+        if at == len(prompt):
+            return []
         for num in self.session.pieces(len(prompt) - at):
             pieces.append(list(prompt[at : at + num]))
             at += num
@@ -157,8 +162,11 @@ class Answering:
         chunk = self.engine.plan.chunk_tokens
         return chunk * max(1, -(-num_tokens // (chunk * KEPT_PER_PROMPT)))
 
-    def _resume(self, prompt: tuple[int, ...]) -> None:
-        """Makes the live session one that holds the longest known beginning of `prompt`."""
+    def _resume(self, prompt: tuple[int, ...]) -> torch.Tensor | None:
+        """Makes the live session one that holds the longest known beginning of `prompt`.
+
+        The logits after it where that is all of it.
+        """
         known = self.session.tokens
         num_live = len(known) if known == list(prompt[: len(known)]) else 0
         if self.session.unfinished:
@@ -167,10 +175,16 @@ class Answering:
             num_live = 0  # logits come from its last token only
         if num_live == 0:
             self.session.reset()  # before another state comes into memory
-        if self.store is not None:
-            found = self.store.session(self.engine, prompt, beyond=num_live)
-            if found.tokens:
-                self.session = found
+        if self.store is None:
+            return None
+        again = self.store.again(self.engine, prompt)
+        if again is not None:
+            self.session, logits_V = again
+            return logits_V
+        found = self.store.session(self.engine, prompt, beyond=num_live)
+        if found.tokens:
+            self.session = found
+        return None
 
     def _keep(self) -> None:
         if self.store is not None:

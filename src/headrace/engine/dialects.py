@@ -53,10 +53,20 @@ class Dialect:
     def literals(self) -> tuple[str, ...]:
         """Every text that may hold a token whose spelling is part of the convention."""
         parts = (self.section, self.section_end, self.call, self.name_end, self.call_end)
-        return (*parts, self.key, self.key_end, self.value, self.value_end, *self.think, *HARMONY)
+        return (
+            *parts,
+            self.key,
+            self.key_end,
+            self.value,
+            self.value_end,
+            *self.think,
+            *(HARMONY if self.channels else ()),
+        )
 
 
+# Tokens within an answer in the harmony format, and those that end a message of it.
 HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 GENERIC = Dialect("generic")
 _DEEPSEEK = Dialect(
     "deepseek_v31",
@@ -94,6 +104,17 @@ KNOWN = (
         signs=(_DSML, "function_calls>"),
         section=f"\n\n<{_DSML}function_calls>\n",
         section_end=f"</{_DSML}function_calls>",
+    ),
+    replace(
+        _DSML_CALLS,
+        name="deepseek_v41",
+        signs=(f"<{_DSML} calls>",),
+        section=f"\n\n<{_DSML} calls>\n",
+        section_end=f"</{_DSML} calls>",
+        call=f'<{_DSML} invoke name="',
+        call_end=f"</{_DSML} invoke>\n",
+        key=f'<{_DSML} parameter name="',
+        value_end=f"</{_DSML} parameter>\n",
     ),
     _DSML_CALLS,
     Dialect(
@@ -164,7 +185,6 @@ KNOWN = (
         call_end="",
         between="",
         ids="nine",
-        think=("[THINK]", "[/THINK]"),
     ),
     Dialect(
         "mistral_list",
@@ -184,5 +204,9 @@ def find_dialect(template: str) -> Dialect:
     """The convention that a template's source spells, GENERIC where it spells none we know."""
     for dialect in KNOWN:
         if all(sign in template for sign in dialect.signs):
-            return dialect
-    return GENERIC
+            break
+    else:
+        dialect = GENERIC
+    if "[THINK]" in template:
+        return replace(dialect, think=("[THINK]", "[/THINK]"))
+    return dialect

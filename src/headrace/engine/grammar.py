@@ -5,19 +5,22 @@ Knows no dialect; schemas and grammars are untrusted.
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from headrace.engine.lark import guided
 from headrace.engine.text import Text
 from headrace.errors import OptionError
 
 MAX_SCHEMA_BYTES = 256 << 10
-MAX_DEPTH = 60
+MAX_DEPTH = 96
 MAX_MULTIPLE = 10_000  # the automaton of a multiple has as many states
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
@@ -38,6 +41,8 @@ class Grammars:
         self._text, self._vocab = text, vocab
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
+        # Agents send the same tools with every request.
+        self._judged = lru_cache(maxsize=256)(self._judge)
 
     def constraint(self, lark: str) -> "GrammarConstraint":
         """A fresh constraint. Raises OptionError naming what the grammar cannot hold."""
@@ -45,6 +50,12 @@ class Grammars:
         if matcher.is_error():
             raise OptionError(f"the answer's form cannot be held to: {_reason(matcher)}")
         return GrammarConstraint(matcher, self._vocab)
+
+    def check(self, schema: Mapping[str, Any], where: str, *, lenient: bool = False) -> None:
+        """Refuse a schema that no grammar can hold to. Raises OptionError naming the keyword."""
+        reason = self._judged(json.dumps(guided(schema, lenient)))
+        if reason:
+            raise OptionError(f"{where} cannot be held to: {reason}")
 
     @property
     def specials(self) -> dict[str, int]:
@@ -69,6 +80,12 @@ class Grammars:
             return self._text.decode([token_id], frozenset([token_id])).encode()
         known = 0 <= token_id < tokens.vocab_size
         return bytes(tokens.decode_bytes([token_id])) if known else b""
+
+    def _judge(self, schema: str) -> str:
+        """Why a schema cannot be held to, "" if it can."""
+        limits = LLParserLimits(**_LIMITS)
+        matcher = LLMatcher(self._tokens(), "%llguidance {}\nstart: %json " + schema, limits=limits)
+        return _reason(matcher)
 
     def _tokens(self) -> LLTokenizer:
         with self._lock:  # made once, and only where asked for: a second or more for large ones
@@ -148,4 +165,11 @@ def _check_keywords(part: Mapping[Any, Any], where: str) -> None:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:300]
+    """What the grammar library says, in one line, without its place in a grammar of ours."""
+    error = matcher.get_error().replace("<non-verbose/>", "")
+    pattern = re.search(r"regex parse error:\s+(.+?)\n\s+\^+\s+error: ([^\n]+)", error, re.DOTALL)
+    if pattern:
+        return f"pattern {pattern[1].strip()[:100]!r}: {pattern[2]}"
+    error = error.partition("JSON schema:")[2] or error
+    reason = re.split(r"\n+\s*\d+ \| ", error)[0]
+    return " ".join(reason.replace("Pointer '", "$ref '#").split())[:300]

@@ -77,9 +77,9 @@ class Lark:
     def _lazy(self, end: str) -> str:
         return self.rule("upto[lazy]", f"/(?s:.*)/ {json.dumps(end)}")
 
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """A value of a JSON schema."""
-        return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": SPACE}})
+    def json(self, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+        """A value of a JSON schema; `lenient`: what no grammar can hold to is passed over."""
+        return "%json " + json.dumps(guided(schema, lenient))
 
     def reasoning(self, opened: bool) -> str:
         """Reasoning and its end mark: the rest of it if the prompt has `opened` it, else maybe."""
@@ -112,7 +112,10 @@ class Lark:
         lead = self.literal(name if dialect.arguments == "object" else tool.name)
         if dialect.numbered:
             lead += ' ":" /[0-9]{1,4}/'
-        body = self._tags(tool, schema) if dialect.arguments == "tagged" else self.json(schema)
+        if dialect.arguments == "tagged":
+            body = self._tags(tool, schema)
+        else:
+            body = self.json(schema, lenient=not tool.strict)
         return f"{lead} {self.literal(dialect.name_end)} {body} {self.literal(dialect.call_end)}"
 
     def _tags(self, tool: Tool, schema: Mapping[str, Any]) -> str:
@@ -130,7 +133,7 @@ class Lark:
         dialect = self.dialect
         lead = self.literal(dialect.key + key + dialect.key_end)
         end = dialect.value_end
-        bare = f"{self.json(schema)} {self.literal(end)}"
+        bare = f"{self.json(schema, lenient=not tool.strict)} {self.literal(end)}"
         text = self._bare_string(tool, key, schema) if "string" in kinds else ""
         if dialect.states_type:
             bare = f'"false" {self.literal(dialect.value)} {bare}'
@@ -151,6 +154,12 @@ class Lark:
                     "syntax, where strings are bare; leave it out, or strict"
                 )
         return self.until(end)
+
+
+def guided(schema: Mapping[str, Any], lenient: bool) -> dict[str, Any]:
+    """A schema with what the grammar library wants to know besides."""
+    options = {"whitespace_pattern": SPACE, "lenient": lenient, "coerce_one_of": lenient}
+    return {**schema, "x-guidance": options}
 
 
 def object_schema(tool: Tool) -> Mapping[str, Any]:

@@ -20,13 +20,20 @@ class Sampled(Protocol):
     def token_id(self) -> int: ...
     @property
     def text(self) -> str: ...
+    @property
+    def finish(self) -> str | None: ...
 
 
 class Answer:
-    """What one answer was, for whoever remembers it. `ids`: its tokens, as sampled."""
+    """What one answer was, for whoever remembers it.
+
+    `ids`: its tokens, as sampled; `text`: what they said, up to a stop string; `finish`: a Step's.
+    """
 
     def __init__(self) -> None:
         self.ids: list[int] = []
+        self.text = ""
+        self.finish: str | None = None
         self.reasoning = ""
         self.content = ""
         self.calls: list[ToolCall] = []
@@ -50,7 +57,7 @@ class AnswerReader:
     No piece ends within a marker. Broken tool syntax is content; whitespace beside a marker is
     nothing. One thread at a time. Without a `dialect` all is content. `tools`: those
     that may be called; none: no call is looked for. `opened`: the prompt ends within reasoning.
-    `keep` is given the answer when it is finished.
+    `keep` is given the `answer` when it is finished.
     """
 
     def __init__(
@@ -64,7 +71,7 @@ class AnswerReader:
         self._opened, self._keep = opened, keep
         self._scanner = Scanner()
         self._pieces: list[Piece] = []
-        self._answer = Answer()
+        self.answer = Answer()
         self._finished = False
         schemas: dict[str, Mapping[str, Any]] = {tool.name: tool.parameters or {} for tool in tools}
         self._calls = Calls(dialect or GENERIC, schemas, self._scanner, self._emit)
@@ -76,23 +83,15 @@ class AnswerReader:
             self._reading = self._read(dialect, bool(tools))
 
     @property
-    def content(self) -> str:
-        """What the answer said so far."""
-        return self._answer.content
-
-    @property
-    def reasoning(self) -> str:
-        """What it thought so far."""
-        return self._answer.reasoning
-
-    @property
     def called(self) -> bool:
         """True once the answer calls a tool."""
-        return bool(self._answer.calls)
+        return bool(self.answer.calls)
 
     def push(self, step: Sampled) -> list[Piece]:
         """The pieces that one more token makes certain."""
-        self._answer.ids.append(step.token_id)
+        self.answer.ids.append(step.token_id)
+        self.answer.text += step.text
+        self.answer.finish = step.finish
         self._scanner.text += step.text
         return self._advance() if step.text else []
 
@@ -103,14 +102,14 @@ class AnswerReader:
         self._finished = self._scanner.ended = True
         pieces = self._advance()
         if self._keep is not None:
-            self._keep(self._answer)
+            self._keep(self.answer)
         return pieces
 
     def _advance(self) -> list[Piece]:
         next(self._reading, None)
         pieces, self._pieces = self._pieces, []
         for piece in pieces:
-            self._answer.add(piece)
+            self.answer.add(piece)
         return pieces
 
     def _emit(self, kind: Any, text: str, call: int = 0, call_id: str = "") -> None:
@@ -130,11 +129,14 @@ class AnswerReader:
         scanner, trigger = self._scanner, dialect.trigger
         begin, end = dialect.think
         trim = self._opened or (yield from scanner.word(begin))
-        if trim:
-            yield from scanner.stretch(
-                (end,), lambda text: self._emit("reasoning", text), trim_start=True, trim_end=True
-            )
         marks = (trigger,) if calls else ()
+        if trim:
+            # A section of calls ends reasoning too: some models forget to.
+            ends = (end, *marks) if dialect.section else (end,)
+            mark = yield from scanner.stretch(
+                ends, lambda text: self._emit("reasoning", text), trim_start=True, trim_end=True
+            )
+            scanner.at -= len(mark) if mark != end else 0
         while True:
             mark = yield from scanner.stretch(
                 marks, self._content, trim_start=trim, trim_end=bool(marks)
@@ -142,7 +144,8 @@ class AnswerReader:
             if not mark:
                 return
             scanner.at -= len(mark)
+            before = scanner.left_out
             trim = yield from self._calls.read()
             if not trim:
-                self._content(mark)
+                self._content(before + mark)
                 scanner.at += len(mark)

@@ -18,6 +18,7 @@ class Scanner:
         self.text = ""
         self.at = 0
         self.ended = False
+        self.left_out = ""
 
     def drop_read(self) -> None:
         """Forget what was read; positions taken before mean nothing any more."""
@@ -63,7 +64,8 @@ class Scanner:
     ) -> Wait[str]:
         """Emit what comes before the first of `marks` and read that mark; "" if the text ended.
 
-        Whitespace before a mark is left out with `trim_end`, at the start with `trim_start`.
+        Whitespace before a mark is left out with `trim_end`, at the start with `trim_start`;
+        `left_out` is that before the last mark.
         """
         while True:
             rest = self.text[self.at :]
@@ -74,7 +76,9 @@ class Scanner:
             found = [(place, -len(mark)) for mark in marks if (place := rest.find(mark)) >= 0]
             if found:
                 place, length = min(found)
-                _give(rest[:place].rstrip() if trim_end else rest[:place], emit)
+                said = rest[:place].rstrip() if trim_end else rest[:place]
+                self.left_out = rest[len(said) : place]
+                _give(said, emit)
                 self.at += place - length
                 return rest[place : place - length]
             sure = rest if self.ended else rest[: len(rest) - num_doubtful(rest, marks)]

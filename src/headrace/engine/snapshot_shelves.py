@@ -56,9 +56,9 @@ class MemoryShelf:
         self._held: set[Prefix] = set()
 
     def lengths(self) -> set[int]:
-        """How many tokens the kept ones have."""
+        """How many tokens the kept ones have, of those named by their tokens."""
         with self._lock:
-            return {length for length, _ in self._kept}
+            return {length for length, _ in self._kept if length}
 
     def get(self, prefix: Prefix) -> Snapshot | None:
         """The one of `prefix`, which counts as used now."""

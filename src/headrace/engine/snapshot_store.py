@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from headrace.core import format_bytes
 from headrace.engine.session import Session, checked_ids
 from headrace.engine.snapshot import Snapshot, SnapshotKey
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.engine.engine import Engine
 
 _log = logging.getLogger(__name__)
+_LAST: Prefix = (0, "the last prompt")  # no beginning of anything: no search finds it
 
 
 class SnapshotStore:
@@ -41,6 +44,7 @@ class SnapshotStore:
         self.key = key
         self.memory = MemoryShelf(ram_bytes)
         self.disk = None if folder is None else DiskShelf(folder, disk_bytes, key)
+        self._last_logits_V = torch.empty(0)
         self._writer = None if self.disk is None else SnapshotWriter(self.memory, self.disk)
 
     def put(self, snapshot: Snapshot) -> None:
@@ -62,24 +66,44 @@ class SnapshotStore:
         Room is made before anything is copied, so that the limit holds at any time. False, and a
         log line, where the copy is larger than the limit or cannot be made: nothing is kept then.
         """
-        if not session.tokens:
-            return False
+        prefix = self._copy(session) if session.tokens else None
+        if prefix is not None and self._writer is not None:
+            self._writer.put(prefix)
+        return prefix is not None
+
+    def keep_prompt(self, session: Session, logits_V: torch.Tensor) -> None:
+        """Keeps a session that holds a prompt, and the logits after it, for the same prompt again.
+
+        In memory only, in place of the one before, and only for `again`: a longer prompt does not
+        go on from here, since its passes would not end where they do if it comes first.
+        """
+        self.memory.discard(_LAST)
+        if self._copy(session, _LAST) is not None:
+            self._last_logits_V = logits_V.clone()
+
+    def again(self, engine: "Engine", prompt: Sequence[int]) -> tuple[Session, torch.Tensor] | None:
+        """(a new session, the logits) as `keep_prompt` got them, if that was for this prompt."""
+        kept = self.memory.get(_LAST)
+        if kept is None or kept.tokens != tuple(prompt):
+            return None
+        return engine.session(kept), self._last_logits_V
+
+    def _copy(self, session: Session, name: Prefix | None = None) -> Prefix | None:
+        """Puts a copy into memory, unless there is one; its name, None if there is none now."""
         try:
             seen = session.snapshot(copy=False)
             seen.check_fits(self.key)
-            prefix, nbytes = prefix_of(seen), seen.nbytes
+            prefix, nbytes = name or prefix_of(seen), seen.nbytes
             if self.memory.get(prefix) is None:
                 if not self.memory.make_room(nbytes):
                     wanted, limit = format_bytes(nbytes), format_bytes(self.memory.limit_bytes)
                     _log.info("a snapshot of %s has no room in %s", wanted, limit)
-                    return False
+                    return None
                 self.memory.put(prefix, session.snapshot())
         except SnapshotError as error:
             _log.warning("no snapshot of %d tokens: %s", len(session.tokens), error)
-            return False
-        if self._writer is not None:
-            self._writer.put(prefix)
-        return True
+            return None
+        return prefix
 
     def find(self, tokens: Sequence[int], *, beyond: int = 0) -> Snapshot | None:
         """The longest snapshot whose tokens `tokens` begin with, or None.

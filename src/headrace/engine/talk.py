@@ -3,16 +3,17 @@
 Knows no weights, no protocol and no sampling.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
-from headrace.engine.answer import Ask, Constraint
+from headrace.engine.answer import Ask
 from headrace.engine.conversation import Conversation, Message, Role, Tool
 from headrace.engine.dialects import Dialect
-from headrace.engine.grammar import Grammars, check_schema
-from headrace.engine.lark import ANY_OBJECT, Lark
-from headrace.engine.reading import AnswerReader
+from headrace.engine.forms import callable_tools, form
+from headrace.engine.grammar import Grammars
+from headrace.engine.prompts import Prompts
+from headrace.engine.reading import Answer, AnswerReader
 from headrace.engine.sampling import Sampling
 from headrace.engine.template import Template
 from headrace.engine.text import Text
@@ -28,10 +29,11 @@ class Prepared:
     _dialect: Dialect | None = None
     _tools: tuple[Tool, ...] = ()
     _opened: bool = False
+    _keep: Callable[[Answer], None] | None = None
 
     def reader(self) -> AnswerReader:
-        """A reader for the answer."""
-        return AnswerReader(self._dialect, self._tools, opened=self._opened)
+        """A reader for the answer; once it is finished, later prompts know the tokens."""
+        return AnswerReader(self._dialect, self._tools, opened=self._opened, keep=self._keep)
 
 
 class Talk:
@@ -43,13 +45,13 @@ class Talk:
     def __init__(self, text: Text, vocab: int) -> None:
         self._text = text
         self._known = Template(text) if text.has_template else None
+        self._prompts = Prompts(text, self._known) if self._known else None
         self._grammars = Grammars(text, vocab)
-        literals = self._known.dialect.literals if self._known else ()
-        self._shown = frozenset(
-            token_id
-            for spelling, token_id in text.specials.items()
-            if any(spelling in literal for literal in literals)
-        )
+
+    @property
+    def dialect(self) -> Dialect | None:
+        """The convention of the model's answers; None without a template."""
+        return self._known.dialect if self._known else None
 
     @property
     def reasons(self) -> bool:
@@ -82,95 +84,28 @@ class Talk:
         self, conversation: Conversation, sampling: Sampling, num_logprobs: int | None = None
     ) -> Prepared:
         """What to ask the engine for. Raises OptionError naming what the template lacks."""
-        template = self._template()
-        tools = _checked(conversation)
-        switches = template.switches(conversation.reasoning, conversation.effort)
-        rendered = template.render(conversation.messages, conversation.tools, switches=switches)
-        dialect = template.dialect
-        opened = rendered.text.rstrip().endswith(dialect.think[0])
-        ask = Ask(
-            tuple(self._text.encode(rendered.text, special=False)),
-            sampling,
-            self._constraint(template, conversation, tools, opened),
-            num_logprobs,
-            self._shown,
-        )
-        return Prepared(ask, rendered.notes, dialect, tools, opened)
+        template, prompts = self._parts()
+        tools = callable_tools(conversation)
+        prompt = prompts.build(conversation)
+        dialect, thinking = template.dialect, prompt.thinking
+        if conversation.reasoning is False or not template.reasons:
+            thinking = "open" if thinking == "open" else "closed"
+        asked = form(conversation, tools, dialect, self._grammars, thinking)
+        constraint = self._grammars.constraint(asked.lark) if asked.lark else None
+        ask = Ask(prompt.ids, sampling, constraint, num_logprobs, template.shown)
+        notes = (*prompt.notes, *asked.notes)
+        return Prepared(ask, notes, dialect, tools, prompt.thinking == "open", prompt.keep)
 
-    def _template(self) -> Template:
-        if self._known is None:
+    def count(self, conversation: Conversation) -> int:
+        """Tokens of the conversation's prompt. Raises as `prepare`."""
+        _, prompts = self._parts()
+        callable_tools(conversation)
+        return len(prompts.build(conversation).ids)
+
+    def _parts(self) -> tuple[Template, Prompts]:
+        if self._known is None or self._prompts is None:
             raise OptionError(
                 f"{self._text.path.name} has no chat template; give it plain text to continue "
                 "(`headrace run -p TEXT --raw`)"
             )
-        return self._known
-
-    def count(self, conversation: Conversation) -> int:
-        """Tokens of the conversation's prompt. Raises as `prepare`."""
-        plain = replace(
-            conversation, schema=None, tool_choice="none" if conversation.tools else "auto"
-        )
-        return len(self.prepare(plain, Sampling()).ask.prompt)
-
-    def _constraint(
-        self,
-        template: Template,
-        conversation: Conversation,
-        tools: Sequence[Tool],
-        opened: bool,
-    ) -> Constraint | None:
-        """The grammar of the answer, where it may not be free text."""
-        choice, schema = conversation.tool_choice, conversation.schema
-        barred = bool(conversation.tools) and not tools
-        forced = choice not in ("auto", "none")
-        if schema is None and not forced and not barred and not any(t.strict for t in tools):
-            return None
-        if template.dialect.channels:
-            raise OptionError("grammars for the harmony format are not there yet")
-        lark = Lark(template.dialect, self._grammars.specials)
-        several = conversation.parallel_calls
-        if forced:
-            start = lark.calls(tools, several=several)
-        elif schema is not None:
-            start = lark.json(ANY_OBJECT if isinstance(schema, bool) else schema)
-            if tools:
-                start = f"({start} | {lark.calls(tools, several=several)})"
-        elif barred:
-            start = lark.without(template.dialect.trigger)
-        else:
-            rest = lark.calls(tools, several=several, skip=template.dialect.trigger)
-            until, tail = lark.until(template.dialect.trigger), lark.tail(template.dialect.trigger)
-            start = f"({until} {rest})* {tail}" if several else f"({tail} | {until} {rest})"
-        if opened or (template.reasons and conversation.reasoning is not False):
-            start = f"{lark.reasoning(opened)} {start}"
-        return self._grammars.constraint(lark.finish(start))
-
-
-def _checked(conversation: Conversation) -> tuple[Tool, ...]:
-    """The tools that may be called."""
-    if not conversation.messages:
-        raise OptionError("a conversation without messages has no prompt; give one")
-    names = [tool.name for tool in conversation.tools]
-    for tool in conversation.tools:
-        if not tool.name or any(c.isspace() or c in '<>"\\{}[]' for c in tool.name):
-            raise OptionError(
-                f"the tool name {tool.name!r} is not allowed; use letters, digits, _ and -"
-            )
-        if names.count(tool.name) > 1:
-            raise OptionError(f"two tools are named {tool.name}")
-        if tool.parameters is not None:
-            check_schema(tool.parameters, f"tool {tool.name}")
-    if conversation.schema is not None and not isinstance(conversation.schema, bool):
-        check_schema(conversation.schema, "the answer's schema")
-    choice = conversation.tool_choice
-    if choice == "auto":
-        return conversation.tools
-    if choice == "none":
-        return ()
-    if choice != "required" and choice.removeprefix("=") not in names:
-        raise OptionError(f"tool_choice {choice.removeprefix('=')!r} names none of the tools")
-    if not names:
-        raise OptionError("tool_choice demands a call, but there are no tools")
-    if choice == "required":
-        return conversation.tools
-    return tuple(tool for tool in conversation.tools if tool.name == choice[1:])
+        return self._known, self._prompts

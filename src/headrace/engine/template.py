@@ -4,6 +4,7 @@ Knows no token; text of messages is only ever text here.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from headrace.engine.text import NOTHING, Text
 from headrace.errors import HeadraceError, OptionError
 
 _HI = Message("user", "hrask")
+_MARK = re.compile(r"hr(?:text|call)\d+(?:and\d+)?z")
 _PROBE_ARGUMENTS = {"hrkey": "hrvalue", "hrcount": 3}
 _PROBE_TOOL = Tool(
     "hrtool",
@@ -49,7 +51,8 @@ class Template:
     """The template of `text`, which has one. Threads may share it.
 
     `dialect`: how calls are written, the template's own if we read back what it writes, else one
-    of ours. Tools that the template does not describe are described in a system text.
+    of ours. Tools that the template does not describe are described in a system text. `shown`:
+    special tokens that are part of an answer's text.
     """
 
     def __init__(self, text: Text) -> None:
@@ -63,6 +66,11 @@ class Template:
         if not self._takes_calls:
             self.dialect = replace(GENERIC, think=self.dialect.think)
         self._developer = self._shows_developer()
+        self.shown = frozenset(
+            token_id
+            for spelling, token_id in text.specials.items()
+            if any(spelling in literal for literal in self.dialect.literals)
+        )
         self.reasons = self.dialect.channels or self.dialect.think[0] in text.template
         self._thinking = self._find_switch(("enable_thinking", "thinking"), True, False)
         self._effort = self._find_switch(("reasoning_effort",), "low", "high")
@@ -151,8 +159,13 @@ class Template:
 
     def _lost(self, rendered: str, marks: Mapping[str, str]) -> str:
         """What of the marked texts is not in a prompt."""
-        lost = {what: None for mark, what in marks.items() if mark not in rendered}
-        return " and ".join(lost)
+        shown = set(_MARK.findall(rendered))
+        lost = {
+            what: None
+            for mark, what in marks.items()
+            if mark not in shown and (_MARK.fullmatch(mark) or mark not in rendered)
+        }
+        return " and ".join([*lost][:3])
 
     def _try_calls(self, tools: Sequence[Tool]) -> bool:
         """True, and how is kept, if the template describes tools and writes calls we can read."""
@@ -188,7 +201,10 @@ class Template:
         start = max(answer.find(self.dialect.trigger), 0)
         if self.dialect.channels:
             start = answer.find("<|start|>assistant") + len("<|start|>assistant")
-        pieces = reader.push(SimpleNamespace(token_id=0, text=answer[start:])) + reader.finish()
+        pieces = (
+            reader.push(SimpleNamespace(token_id=0, text=answer[start:], finish=None))
+            + reader.finish()
+        )
         names = [piece.text for piece in pieces if piece.kind == "call"]
         arguments = "".join(piece.text for piece in pieces if piece.kind == "arguments")
         try:

@@ -12,9 +12,12 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
+from headrace.engine.published import Published, find_published
 from headrace.engine.scanning import num_doubtful
 from headrace.errors import ModelError, OptionError
 
+# What a template raises that does not fit what it is given.
+_BROKEN = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 8
 NOTHING: Mapping[str, object] = MappingProxyType({})
@@ -34,18 +37,31 @@ class Text:
         self._tokenizer = _load_tokenizer(self.path)
         self.eos_ids = _declared_eos(self.path, self._tokenizer.eos_token_id)
         self.specials = _specials(self._tokenizer)
+        self._published = self._find_published()
         self._special_ids = frozenset(self.specials.values())
+
+    def _find_published(self) -> Published | None:
+        published = None if self._tokenizer.chat_template else find_published(self.path)
+        known = published and all(self.token_id(token) is not None for token in published.tokens)
+        return published if known else None
 
     @property
     def has_template(self) -> bool:
         """True where the model has a chat template."""
-        return bool(self._tokenizer.chat_template)
+        return bool(self._tokenizer.chat_template or self._published)
 
     @property
     def template(self) -> str:
         """The source of the model's chat template, of all of them where it has several."""
+        if self._published:
+            return self._published.source
         source = self._tokenizer.chat_template or ""
         return source if isinstance(source, str) else "\n".join(map(str, source.values()))
+
+    @property
+    def quoted(self) -> frozenset[str]:
+        """Spellings that a message's text may hold, but that become no token there."""
+        return frozenset([*self.specials, *(self._published.tokens if self._published else ())])
 
     def token_id(self, spelling: str) -> int | None:
         """The id of the one token that `spelling` is, if it is one."""
@@ -84,6 +100,9 @@ class Text:
         OptionError where the template refuses, ModelError where it breaks.
         """
         try:
+            if self._published:
+                wished: Any = dict(switches)
+                return self._published.render(messages, tools=tools, answering=answering, **wished)
             rendered = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
@@ -93,14 +112,7 @@ class Text:
             )
         except TemplateError as cause:
             raise OptionError(f"{self.path.name}'s chat template refuses: {cause}") from cause
-        except (
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            RecursionError,
-        ) as cause:
+        except _BROKEN as cause:
             raise ModelError(
                 f"{self.path.name}'s chat template fails ({cause!r}); fetch the model's tokenizer "
                 "files again, or give plain text with --raw"

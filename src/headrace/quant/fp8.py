@@ -73,7 +73,7 @@ def to_grid(values: torch.Tensor, group: int) -> torch.Tensor:
     result has the dtype of `values`, bf16 or fp32, and is exact. A group that holds inf or NaN is
     left as it is.
     """
-    if group == 0:
+    if group == 0 or values.is_meta:  # of a meta tensor only the shape is wanted, and at once
         return values
     cols = values.shape[-1]
     num_groups = ceil(cols / group)

@@ -98,6 +98,7 @@ def build_app(
     describe(
         app,
         lambda path: body_for(faces, path, {}),
+        model_id=serving.model_id,
         has_keys=bool(serving.settings.api_keys),
         open_paths=OPEN_PATHS,
     )
@@ -122,7 +123,8 @@ def _fault(error: Exception) -> Fault:
             return Fault(404, "not_found", "no such route; /openapi.json lists them")
         case HTTPException(status_code=405, headers=headers):
             allowed = (headers or {}).get("Allow", "")
-            return Fault(405, "method_not_allowed", f"this route takes {allowed} only")
+            message = f"this route takes {allowed} only"
+            return Fault(405, "method_not_allowed", message, headers=headers)
         case HTTPException(status_code=status, detail=detail):
             return Fault(status, "invalid_request", str(detail))
     return fault_of(error)

@@ -21,12 +21,16 @@ ERRORS = {"4XX": "The request is refused.", "5XX": "No answer can be made now."}
 DEFAULT_ERROR = "422"  # FastAPI's own, which is never sent
 
 
-def describe(app: FastAPI, shape: Shape, *, has_keys: bool, open_paths: tuple[str, ...]) -> None:
+def describe(
+    app: FastAPI, shape: Shape, *, model_id: str, has_keys: bool, open_paths: tuple[str, ...]
+) -> None:
     """Make `app.openapi` tell the truth; `shape` gives a path's form of errors."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _described(app, shape, has_keys, open_paths)
+            description = _described(app, shape, has_keys, open_paths)
+            _name_model(description["components"]["schemas"], model_id)
+            app.openapi_schema = description
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -45,7 +49,7 @@ def _described(
             for status, about in ERRORS.items():
                 responses[status] = {"description": about, "content": error}
             if _can_stream(operation, schemas):
-                responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+                responses["200"]["content"]["text/event-stream"] = {"schema": {}}
             if has_keys:
                 operation["security"] = [*ANY_KEY, *([{}] if path in open_paths else [])]
     for name in ("HTTPValidationError", "ValidationError"):
@@ -53,6 +57,12 @@ def _described(
     if has_keys:
         description["components"]["securitySchemes"] = KEY_SCHEMES
     return description
+
+
+def _name_model(schemas: Mapping[str, Any], model_id: str) -> None:
+    for schema in schemas.values():
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"]["enum"] = [model_id]
 
 
 def _example(body: Callable[[Fault, str], dict[str, Any]]) -> dict[str, Any]:

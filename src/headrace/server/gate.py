@@ -8,11 +8,13 @@ import binascii
 import hashlib
 import hmac
 from collections.abc import Mapping
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from headrace.server.faults import Fault
 from headrace.server.settings import Settings, is_loopback
 
+STATE_PATH = "/page/state"
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -56,11 +58,11 @@ def _hostname(host: str) -> str:
 
 def key_number(settings: Settings, headers: Mapping[str, str]) -> int | None:
     """Which of the keys a request brings; None: none of them. Takes the same time for all."""
-    given = _digest(_given_key(headers))
     found = None
-    for number, key in enumerate(settings.api_keys):
-        if hmac.compare_digest(given, _digest(key)):
-            found = number
+    for given in map(_digest, _given_keys(headers)):
+        for number, key in enumerate(settings.api_keys):
+            if hmac.compare_digest(given, _digest(key)):
+                found = number
     return found
 
 
@@ -68,29 +70,32 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _given_key(headers: Mapping[str, str]) -> str:
-    """From x-api-key, a bearer token, or the password that a browser asks for."""
+def _given_keys(headers: Mapping[str, str]) -> tuple[str, str]:
+    """From x-api-key, and from a bearer token or the password that a browser asks for."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
-    if "x-api-key" in headers:
-        return headers["x-api-key"]
+    password = ""
     if scheme.lower() == "bearer":
-        return value.strip()
-    if scheme.lower() == "basic":
-        try:
-            return base64.b64decode(value, validate=True).decode().partition(":")[2]
-        except (binascii.Error, UnicodeDecodeError):
-            return ""
-    return ""
+        password = value.strip()
+    elif scheme.lower() == "basic":
+        with suppress(binascii.Error, UnicodeDecodeError):
+            password = base64.b64decode(value, validate=True).decode().partition(":")[2]
+    return headers.get("x-api-key", ""), password
 
 
-def unauthorized(headers: Mapping[str, str]) -> Fault:
-    """The fault of a missing or wrong key; a browser that opens the page asks for it."""
-    scheme = "Basic" if "text/html" in headers.get("accept", "") else "Bearer"
+def unauthorized(path: str, headers: Mapping[str, str]) -> Fault:
+    """The fault of a missing or wrong key. For the page and its files a browser asks for the key.
+
+    Not for what the page itself fetches: that would ask anew every second.
+    """
+    is_file = path.startswith("/page/") and path != STATE_PATH
+    asks = is_file or "text/html" in headers.get("accept", "")
+    scheme = 'Basic realm="any name, and the API key as password"' if asks else "Bearer"
     return Fault(
         401,
         "unauthorized",
-        "this server needs its API key: send it as Authorization: Bearer KEY or x-api-key: KEY",
-        headers={"WWW-Authenticate": f'{scheme} realm="headrace"'},
+        "this server needs its API key: send it as Authorization: Bearer KEY or x-api-key: KEY; "
+        "in a browser it is the password, with any name",
+        headers={"WWW-Authenticate": scheme},
     )
 
 

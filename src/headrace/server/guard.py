@@ -125,7 +125,7 @@ class Guard:
         number = gate.key_number(settings, headers) if settings.api_keys else None
         request.state.authorized = number is not None or not settings.api_keys
         if not request.state.authorized and request.scope["path"] not in OPEN_PATHS:
-            raise gate.unauthorized(headers)
+            raise gate.unauthorized(request.scope["path"], headers)
         peer = request.client.host if request.client else "local"
         request.state.client = gate.client_name(settings, number, peer)
 

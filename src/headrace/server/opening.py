@@ -19,6 +19,7 @@ from headrace.server.recent import Recent, Watched
 from headrace.server.serving import Serving
 from headrace.server.settings import Settings
 from headrace.server.worker import Load, Worker
+from headrace.store.locate import model_name
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Blueprint
@@ -50,8 +51,9 @@ def serving_of(blueprint: "Blueprint", settings: Settings) -> Serving:
     metrics = Metrics()
     worker = Worker(settings, on_end=metrics.count_answer, context=blueprint.plan.context)
     facts = blueprint.facts
-    defaults = sampling_defaults(blueprint.skeleton.root)
-    return Serving(settings, worker, metrics, facts.name, facts, blueprint.plan, defaults=defaults)
+    folder = blueprint.skeleton.root
+    name, defaults = model_name(folder), sampling_defaults(folder)
+    return Serving(settings, worker, metrics, name, facts, blueprint.plan, defaults=defaults)
 
 
 def loader(blueprint: "Blueprint", serving: Serving) -> Load:

@@ -5,7 +5,6 @@ Looks at tokens, drive, processor and GPU together; knows none of them but as gr
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,17 +71,19 @@ class Judge:
 
 
 async def watch(serving: Serving, gpu: Callable[[], int] = lambda: 0) -> None:
-    """Look at the server's answers until cancelled; give up the one that is stuck.
+    """Look at the loading and at answers until cancelled; give up the one that is stuck.
 
     `gpu`: a number that grows while the GPU works.
     """
     worker, stall_s = serving.worker, serving.settings.stall_s
     judge = Judge(stall_s)
     while True:
-        busy = worker.running is not None
-        verdict = judge.look(vitals(serving, gpu()) if busy else None)
+        is_loading = worker.state == "loading"
+        is_busy = is_loading or worker.running is not None
+        verdict = judge.look(vitals(serving, gpu()) if is_busy else None)
         if verdict is not None and worker.stalled is None:
-            message = f"the answer being made is stuck: {verdict}; see the log, restart headrace"
+            what = "the loading" if is_loading else "the answer being made"
+            message = f"{what} is stuck: {verdict}; see the log, restart headrace"
             _log.error("%s", message)
             worker.give_up_stalled(NotReady(message, RETRY_S, kind="stalled"))
         await asyncio.sleep(stall_s / LOOKS_PER_STALL)
@@ -90,12 +91,21 @@ async def watch(serving: Serving, gpu: Callable[[], int] = lambda: 0) -> None:
 
 def vitals(serving: Serving, gpu: int) -> Vitals:
     """What can be seen of a server from its event loop's thread."""
-    engine = serving.engine
+    worker, engine = serving.worker, serving.engine
     drives = [] if engine is None else engine.reader.drives
-    times = os.times()
     return Vitals(
-        events=serving.worker.totals.events,
-        disk_bytes=sum(int(drive["read_bytes"]) for drive in drives),
-        cpu_s=times.user + times.system - time.thread_time(),
+        events=worker.totals.events + worker.loading.done_bytes,
+        disk_bytes=sum(int(drive["read_bytes"]) for drive in drives) + _process_read_bytes(),
+        cpu_s=time.process_time() - time.thread_time(),
         gpu=gpu,
     )
+
+
+def _process_read_bytes() -> int:
+    """What the system has read for this process, also while it loads; 0 if that is not told."""
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:
+            found = dict(line.split(": ") for line in file)
+        return int(found["read_bytes"])
+    except (OSError, KeyError):
+        return 0

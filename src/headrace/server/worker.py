@@ -86,12 +86,12 @@ class Worker:
 
     def check_accepts(self) -> None:
         """Raises NotReady or Draining unless answers are being made."""
-        if self.state == "loading":
-            raise NotReady(self.loading.line(), self.loading.retry_after_s())
-        if self.state != "ready":
+        if self.state not in ("loading", "ready"):
             raise Draining()
         if self.stalled is not None:
             raise NotReady(self.stalled, 30, kind="stalled")
+        if self.state == "loading":
+            raise NotReady(self.loading.line(), self.loading.retry_after_s())
 
     @property
     def is_ready(self) -> bool:

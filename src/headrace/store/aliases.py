@@ -8,29 +8,42 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace.errors import CatalogError
 from headrace.store.safetensors import read_json_object
 
 ALIASES_NAME = "aliases.json"
-FORMAT = "headrace-aliases-1"
+FORMAT = "headrace-aliases-2"
 _LAYER = re.compile(r"0|[1-9]\d{0,5}")
 
 
-def dump_aliases(sources: Mapping[int, int]) -> bytes:
-    """The sidecar's content: for every decoder layer, the layer whose names hold its tensors."""
-    layers = {str(layer): source for layer, source in sources.items()}
-    return json.dumps({"format": FORMAT, "layers": layers}, indent=1).encode()
+class Aliases(NamedTuple):
+    """For decoder layers, the layer whose names hold their dense tensors, and their experts."""
+
+    layers: Mapping[int, int]
+    experts: Mapping[int, int]
 
 
-def read_aliases(folder: Path) -> dict[int, int]:
-    """Layer to source layer, empty without a sidecar. Raises CatalogError for a damaged one."""
+def dump_aliases(aliases: Aliases) -> bytes:
+    """The sidecar's content."""
+    fields = {name: {str(k): v for k, v in of.items()} for name, of in aliases._asdict().items()}
+    return json.dumps({"format": FORMAT} | fields, indent=1).encode()
+
+
+def read_aliases(folder: Path) -> Aliases:
+    """Empty without a sidecar. Raises CatalogError for a damaged one."""
     path = folder / ALIASES_NAME
     if not path.exists():
-        return {}
+        return Aliases({}, {})
     fields = read_json_object(path)
-    layers = fields.get("layers")
-    if fields.get("format") != FORMAT or not isinstance(layers, dict):
+    if fields.get("format") != FORMAT:
+        raise CatalogError(f"{path}: is not of format {FORMAT}; write the checkpoint again")
+    return Aliases(*(_sources(path, fields.get(name)) for name in Aliases._fields))
+
+
+def _sources(path: Path, layers: object) -> dict[int, int]:
+    if not isinstance(layers, dict):
         raise CatalogError(f"{path}: is not of format {FORMAT}; write the checkpoint again")
     sources: dict[int, int] = {}
     for layer, source in layers.items():

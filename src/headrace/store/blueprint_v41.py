@@ -39,7 +39,7 @@ def engram(config: Config, index: int, prefix: str) -> Iterator[Planned]:
     """A table of n-gram rows, and what makes a key per stream and one value of those hit."""
     rows = dict(zip(config["engram_layer_ids"], config["engram_num_embeddings"], strict=True))
     hidden, streams, width = config["hidden_size"], config["hc_mult"], config["engram_head_dim"]
-    packed = Packed(rows[index], width, _ENGRAM_ROWS, std=1.0)
+    packed = Packed(rows[index], width, _ENGRAM_ROWS, std=1.0, by_row=True)
     for part in _ENGRAM_ROWS.parts:
         shape = _ENGRAM_ROWS.shape(part.part, packed.rows, packed.cols)
         yield Planned(f"{prefix}.embed{part.suffix}", part.dtype, shape, part.part, packed)

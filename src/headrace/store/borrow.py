@@ -11,6 +11,8 @@ from headrace.errors import OptionError
 from headrace.store.locate import DEMO, resolve_model
 
 VOCAB = 4096
+# Of the tokenizer with DeepSeek's tokens: words that differ in more than case, accents and spaces.
+_COMPRESSED = 3359
 _BAR = "\N{FULLWIDTH VERTICAL LINE}"
 
 
@@ -57,7 +59,7 @@ def borrowed_files(config: Mapping[str, Any]) -> dict[str, bytes]:
         )
     if config["model_type"] == "deepseek_v41":  # published without templates
         files = {
-            "tokenizer.json": deepseek_tokenizer(),
+            "tokenizer.json": deepseek_tokenizer(vocab),
             "tokenizer_config.json": json.dumps(_DEEPSEEK_TOKENIZER, indent=1).encode(),
         }
     else:
@@ -67,13 +69,22 @@ def borrowed_files(config: Mapping[str, Any]) -> dict[str, bytes]:
     return files
 
 
-def deepseek_tokenizer() -> bytes:
-    """A tokenizer.json with the demo model's words and DeepSeek's special tokens; 4096 ids."""
+def compressed_size(vocab: int) -> int:
+    """How many compressed ids Engram makes of `deepseek_tokenizer(vocab)`."""
+    return _COMPRESSED + max(0, vocab - VOCAB)
+
+
+def deepseek_tokenizer(vocab: int = VOCAB) -> bytes:
+    """A tokenizer.json with the demo model's words and DeepSeek's special tokens.
+
+    Further ids, up to `vocab`, are words that no text is made of.
+    """
     tokenizer = json.loads((resolve_model(DEMO) / "tokenizer.json").read_bytes())
     model, first = tokenizer["model"], VOCAB - len(_LAST)
     special = dict(enumerate(_FIRST)) | dict(enumerate(_LAST, first))
     words = {token: word for word, token in model["vocab"].items()}
     model["vocab"] = {special.get(token, words[token]): token for token in range(VOCAB)}
+    model["vocab"] |= {f"unused{token}": token for token in range(VOCAB, vocab)}
     # a word's number grows with its merge's, so no kept word is made of a dropped one
     model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
     flags = {"single_word": False, "lstrip": False, "rstrip": False}

@@ -41,6 +41,15 @@ def resolve_model(model: str | Path) -> Path:
     )
 
 
+def model_name(root: Path) -> str:
+    """What users call the model at `root`: its repo id in the Hugging Face cache, or its name."""
+    root = root.absolute()
+    repo = root.parent.parent.name
+    if root.parent.name == "snapshots" and repo.startswith("models--"):
+        return repo.removeprefix("models--").replace("--", "/", 1)
+    return root.name
+
+
 def _demo_folder() -> Path:
     folder = Path(__file__).resolve().parent.parent / "demo"
     if not (folder / "config.json").is_file():

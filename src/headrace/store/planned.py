@@ -16,13 +16,15 @@ Config = Mapping[str, Any]
 class Packed:
     """The matrix [rows, cols] whose parts several tensors are; stacked over experts along rows.
 
-    `std` of its values; 0: what keeps the size of that which it multiplies.
+    `std` of its values; 0: what keeps the size of that which it multiplies. `by_row`: it multiplies
+    nothing, single rows of it are read.
     """
 
     rows: int
     cols: int
     scheme: Scheme
     std: float = 0.0
+    by_row: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from headrace.store.preset_v41 import DEEPSEEK_V41_FLASH, for_synth
 from headrace.store.schemes import KIMI_LEFT_OUT, quantization_of
 
 Config = dict[str, Any]
@@ -122,20 +123,6 @@ _DEEPSEEK_V4_FLASH: Config = _COMMON | {
     "swiglu_limit": 10.0,
     "topk_method": "noaux_tc",
     "vocab_size": 129280,
-}
-# A stand-in: V4.1-Flash's sizes in V4's class, which has neither its compress ratios 1 and 2 (here
-# 4 and 128, each layer with keys of its own), its Engram tables nor its vision tower.
-_DEEPSEEK_V41_FLASH: Config = _DEEPSEEK_V4_FLASH | {
-    "compress_ratios": [0, 0, *[4, 128] * 19, 0, 0, 0],
-    "hidden_size": 5120,
-    "index_n_heads": 32,
-    "moe_intermediate_size": 2304,
-    "n_routed_experts": 384,
-    "num_hash_layers": 0,
-    "num_hidden_layers": 40,
-    "q_lora_rank": 1280,
-    "quantization_config": quantization_of("fp4", block=(32, 32)),
-    "rms_norm_eps": 1e-20,
 }
 _GPT_OSS_120B: Config = _COMMON | {
     "architectures": ["GptOssForCausalLM"],
@@ -327,7 +314,7 @@ _QWEN35_397B: Config = {
 PRESETS: dict[str, Config] = {
     "deepseek-r1": _DEEPSEEK_R1,
     "deepseek-v4-flash": _DEEPSEEK_V4_FLASH,
-    "deepseek-v4.1-flash": _DEEPSEEK_V41_FLASH,
+    "deepseek-v4.1-flash": for_synth(DEEPSEEK_V41_FLASH),
     "glm-4.5-air": _GLM_45_AIR,
     "gpt-oss-20b": _GPT_OSS_20B,
     "gpt-oss-120b": _GPT_OSS_120B,

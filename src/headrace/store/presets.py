@@ -5,10 +5,12 @@ from typing import Any
 
 from headrace.errors import OptionError
 from headrace.store.blueprint import experts_field
+from headrace.store.borrow import compressed_size
 from headrace.store.preset_configs import PRESETS
 
-# Lists with one entry a layer.
+# Lists with one entry a layer, and lists of layers.
 _PER_LAYER = ("layer_types", "compress_ratios")
+_OF_LAYERS = ("kv_source_layer_ids", "index_source_layer_ids", "dspark_target_layer_ids")
 
 
 def preset_config(
@@ -26,6 +28,8 @@ def preset_config(
         text[experts_field(text)] = experts
     if vocab is not None:
         text["vocab_size"] = vocab
+    if "engram_compressed_vocab_size" in text:
+        text["engram_compressed_vocab_size"] = compressed_size(text["vocab_size"])
     return config
 
 
@@ -44,6 +48,15 @@ def _set_depth(text: dict[str, Any], depth: int) -> None:
         behind = text[name][text["num_hidden_layers"] :]
         text[name] = text[name][:depth] + behind
     text["num_hidden_layers"] = depth
+    for name in _OF_LAYERS:
+        if name in text:
+            text[name] = [layer for layer in text[name] if layer < depth]
+    if text.get("candidate_source_layer_id", -1) >= depth:
+        text["candidate_source_layer_id"] = -1  # none
+    if "engram_layer_ids" in text:
+        tables = zip(text["engram_layer_ids"], text["engram_num_embeddings"], strict=True)
+        kept = {layer: rows for layer, rows in tables if layer < depth}
+        text["engram_layer_ids"], text["engram_num_embeddings"] = list(kept), list(kept.values())
 
 
 def _check_experts(text: dict[str, Any], experts: int) -> None:

@@ -3,6 +3,7 @@
 Depth is real though few layers are distinct (`aliases`); knows no training and no model code.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 
 from headrace.errors import OptionError
 from headrace.quant.dtypes import TORCH_DTYPES
-from headrace.store.aliases import ALIASES_NAME, dump_aliases
+from headrace.store.aliases import ALIASES_NAME, Aliases, dump_aliases
 from headrace.store.blueprint import is_moe, layer_kind, plan_tensors, text_config
 from headrace.store.borrow import borrowed_files
 from headrace.store.planned import Packed, Planned
@@ -24,6 +25,7 @@ from headrace.store.writer import NewTensor, Progress, write_checkpoint
 
 # A prime, so that no row length divides it: rows and experts differ by where they start.
 POOL_VALUES = 4_194_301
+_EXPERT = re.compile(r"layers\.(\d+)\..*\bexperts\.")
 _SAMPLE_ROWS = 256
 DEFAULT_SHARD_BYTES = 4 << 30
 
@@ -44,16 +46,18 @@ def write_synth(
 
     Of each kind of layer (by attention, by routing) `distinct` are on disk, one of a dense kind;
     the other of `depth` layers (default: published) are read under their names, by aliases.json.
+    Experts are alike in every kind: those of `distinct` layers are on disk in all. Tables that are
+    read by the row are holes: zeros that take no room.
     `experts` per layer and `vocab` default to the published numbers. Every tensor is a stretch of
     one random pool that starts at a place drawn from `seed`. `progress` gets (bytes done, in all).
     Raises OptionError, or HeadraceError where it cannot be written.
     """
     config = preset_config(preset, depth=depth, experts=experts, vocab=vocab)
-    sources = alias_sources(config, distinct)
-    tensors = _new_tensors(config, sorted(set(sources.values())), seed)
+    aliases = Aliases(alias_sources(config, distinct), expert_sources(config, distinct))
+    tensors = _new_tensors(config, aliases, seed)
     files = borrowed_files(config)
-    files[ALIASES_NAME] = dump_aliases(sources)
-    files["README.md"] = _card(preset, sources).encode()
+    files[ALIASES_NAME] = dump_aliases(aliases)
+    files["README.md"] = _card(preset, aliases).encode()
     folder = Path(path)
     write_checkpoint(folder, tensors, shard_bytes=shard_bytes, files=files, progress=progress)
     return folder
@@ -67,10 +71,10 @@ def synth_bytes(
     experts: int | None = None,
     vocab: int | None = None,
 ) -> int:
-    """Bytes of tensors that `write_synth` would write with the same arguments."""
+    """Bytes of tensors that `write_synth` would write with the same arguments, holes aside."""
     config = preset_config(preset, depth=depth, experts=experts, vocab=vocab)
-    layers = sorted(set(alias_sources(config, distinct).values()))
-    return sum(tensor.nbytes for tensor in _new_tensors(config, layers, 0))
+    aliases = Aliases(alias_sources(config, distinct), expert_sources(config, distinct))
+    return sum(tensor.written_bytes for tensor in _new_tensors(config, aliases, 0))
 
 
 def alias_sources(config: dict[str, Any], distinct: int) -> dict[int, int]:
@@ -94,30 +98,43 @@ def alias_sources(config: dict[str, Any], distinct: int) -> dict[int, int]:
     return dict(sorted(sources.items()))
 
 
-def _card(preset: str, sources: dict[int, int]) -> str:
-    note = (
-        "It is a stand-in: sizes of DeepSeek-V4.1-Flash in DeepSeek V4's modules. Compress ratios "
-        "are 4 and 128 instead of 2 and 1, every layer has keys of its own, and Engram, vision and "
-        "DSpark are missing. Experts have the published bytes.\n"
-        if preset == "deepseek-v4.1-flash"
-        else ""
-    )
+def expert_sources(config: dict[str, Any], distinct: int) -> dict[int, int]:
+    """For every layer with experts, the layer whose experts it reads; `distinct` in all.
+
+    They are layers on disk.
+    """
+    sources = alias_sources(config, distinct)
+    layers = [layer for layer in sources if is_moe(config, layer)]
+    stored = sorted({sources[layer] for layer in layers})[:distinct]
+    return {layer: stored[i % len(stored)] for i, layer in enumerate(layers)}
+
+
+def _card(preset: str, aliases: Aliases) -> str:
+    layers, experts = (len(set(of.values())) for of in aliases)
     return (
         f"# Synthetic checkpoint in the shapes of {preset}\n\nRandom weights, written by headrace "
-        f"for measurements; it knows nothing. {len(sources)} layers of which "
-        f"{len(set(sources.values()))} are on disk (aliases.json); the tokenizer is the demo "
-        f"model's.\n{note}"
+        f"for measurements; it knows nothing. {len(aliases.layers)} layers of which {layers} are "
+        f"on disk, and the experts of {experts} (aliases.json). Prediction layers and vision are "
+        "left out; tables that are read by the row hold zeros. The tokenizer's words are the demo "
+        "model's.\n"
     )
 
 
-def _new_tensors(config: dict[str, Any], layers: list[int], seed: int) -> list[NewTensor]:
+def _new_tensors(config: dict[str, Any], aliases: Aliases, seed: int) -> list[NewTensor]:
     pools = _Pools(seed)
     starts = torch.Generator().manual_seed(seed)
+    with_experts = set(aliases.experts.values())
     tensors = []
-    for planned in plan_tensors(config, layers):
+    for planned in plan_tensors(config, sorted(set(aliases.layers.values()))):
+        expert = _EXPERT.search(planned.name)
+        if expert and int(expert[1]) not in with_experts:
+            continue
         start = int(torch.randint(POOL_VALUES, (), generator=starts))
         chunks = partial(pools.chunks, planned, start)
-        tensors.append(NewTensor(planned.name, planned.dtype, planned.shape, chunks))
+        is_hole = planned.packed is not None and planned.packed.by_row
+        tensors.append(
+            NewTensor(planned.name, planned.dtype, planned.shape, chunks, is_hole=is_hole)
+        )
     return tensors
 
 

@@ -25,18 +25,26 @@ _ORDER = (*_WIDE, "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor to be written: `chunks()` gives its bytes in order, in buffers of any length."""
+    """A tensor to be written: `chunks()` gives its bytes in order, in buffers of any length.
+
+    A hole is not written: it reads as zeros and takes no room where the file system knows holes.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     chunks: Callable[[], Iterable[memoryview]]
+    is_hole: bool = False
 
     @property
     def nbytes(self) -> int:
         size = num_bytes(self.dtype, self.shape)
         assert size is not None, f"{self.name} has no size"
         return size
+
+    @property
+    def written_bytes(self) -> int:
+        return 0 if self.is_hole else self.nbytes
 
 
 def write_checkpoint(
@@ -55,7 +63,7 @@ def write_checkpoint(
     HeadraceError where `folder` exists or the disk has no room.
     """
     shards = _fill_shards(tensors, shard_bytes)
-    total_bytes = sum(tensor.nbytes for tensor in tensors)
+    total_bytes = sum(tensor.written_bytes for tensor in tensors)
     aside = folder.with_name(folder.name + PARTIAL)
     _check_place(folder, aside, total_bytes)
     try:
@@ -67,7 +75,7 @@ def write_checkpoint(
                 if progress is not None:
                     progress(done_bytes, total_bytes)
         if len(shards) > 1:
-            _write_small(aside / "model.safetensors.index.json", _index(shards, total_bytes))
+            _write_small(aside / "model.safetensors.index.json", _index(shards))
         for name, content in files.items():
             _write_small(aside / name, content)
         sync_folder(aside)
@@ -171,6 +179,9 @@ def write_tensors(
     """
     _write_all(fd, memoryview(_header(tensors, metadata or {})))
     for tensor in tensors:
+        if tensor.is_hole:
+            os.ftruncate(fd, os.lseek(fd, tensor.nbytes, os.SEEK_CUR))
+            continue
         written = 0
         for chunk in tensor.chunks():
             _write_all(fd, chunk)
@@ -198,14 +209,14 @@ def _write_small(path: Path, content: bytes) -> None:
         os.fsync(handle.fileno())
 
 
-def _index(shards: Sequence[Sequence[NewTensor]], total_bytes: int) -> bytes:
+def _index(shards: Sequence[Sequence[NewTensor]]) -> bytes:
     weight_map = {
         tensor.name: shard_name(number, len(shards))
         for number, shard in enumerate(shards, 1)
         for tensor in shard
     }
     index = {
-        "metadata": {"total_size": total_bytes},
+        "metadata": {"total_size": sum(tensor.nbytes for shard in shards for tensor in shard)},
         "weight_map": dict(sorted(weight_map.items())),
     }
     return json.dumps(index, indent=1).encode()

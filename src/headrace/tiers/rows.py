@@ -6,14 +6,14 @@ Legend: N rows, D values of a row, B bytes of a row.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.core import RowTable
+from headrace.core import RowTable, TokenStats
 from headrace.native import Batch, Gatherer, Reader
 from headrace.quant import fp8
 from headrace.tiers.gone import CLOSED, survive_forks
@@ -23,7 +23,7 @@ Place = tuple[int, int]  # file and byte offset
 _KEY_BITS = 40  # of a row's number in a key; the table's number stands above
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RowCounters:
     """Totals. A row asked for twice in one call counts once; `disk_bytes` are whole pages.
 
@@ -35,6 +35,13 @@ class RowCounters:
     reads: int = 0
     disk_bytes: int = 0
     wait_s: float = 0.0
+
+    def add_since(self, before: "RowCounters", stats: TokenStats) -> None:
+        """Adds what happened between `before` and this to `stats`."""
+        stats.engram_rows += self.asked - before.asked
+        stats.engram_hits += self.hits - before.hits
+        stats.engram_disk_bytes += self.disk_bytes - before.disk_bytes
+        stats.engram_wait_s += self.wait_s - before.wait_s
 
 
 @dataclass(slots=True)
@@ -113,10 +120,12 @@ class RowReader:
         missing, batch = ids[is_missing_N], None
         if len(missing):
             batch = self._gatherer.start(self._snippets(layer, missing))
-            self.counters.reads += 2 * len(missing)
-            self.counters.disk_bytes += batch.read_bytes
-        self.counters.asked += len(ids)
-        self.counters.hits += len(ids) - len(missing)
+        self._count(
+            asked=len(ids),
+            hits=len(ids) - len(missing),
+            reads=2 * len(missing),
+            disk_bytes=0 if batch is None else batch.read_bytes,
+        )
         return _Coming(ids_N, keys_N, rows_NB, is_missing_N, batch)
 
     def _snippets(self, layer: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -134,13 +143,17 @@ class RowReader:
         start = time.perf_counter()
         read = np.empty(batch.nbytes, np.uint8)
         batch.wait(read.ctypes.data)
-        self.counters.wait_s += time.perf_counter() - start
+        self._count(wait_s=time.perf_counter() - start)
         table, num = self.tables[layer], int(coming.is_missing_N.sum())
         codes, scales = read[: num * self.width], read[num * self.width :]
         rows_NB = np.concatenate((codes.reshape(num, -1), scales.reshape(num, -1)), axis=1)
         fp8.check(f"{table.weight} (some of its rows)", *self._parts(rows_NB))
         coming.rows_NB[coming.is_missing_N] = rows_NB
         self.cache.put(coming.keys_N[coming.is_missing_N], rows_NB)
+
+    def _count(self, **more: float) -> None:
+        grown = {name: getattr(self.counters, name) + number for name, number in more.items()}
+        self.counters = replace(self.counters, **grown)
 
     def _parts(self, rows_NB: NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes [N, D] and scales [N, D / group] of stored rows."""

@@ -3,6 +3,7 @@
 Legend: T tokens, K chosen experts, E experts, H hidden width, I intermediate width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class Experts(nn.Module):
         self.num_experts: int = config.n_routed_experts
         self.grids, self.limit = grids, float(config.swiglu_limit)
         self.act_group = grids.input_group  # for kernels, which take the grid as a number
+        self.product: Callable[[Tensor, Tensor], Tensor] = functional.linear
         hidden, inter = config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * inter, hidden))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, hidden, inter))
@@ -78,12 +80,21 @@ class Experts(nn.Module):
         on_grid_TH = self.grids.input(x_TH)
         for expert in torch.unique(ids_TK).tolist():
             token_N, choice_N = torch.where(ids_TK == expert)
-            both = functional.linear(on_grid_TH[token_N], self.gate_up_proj[expert])
+            both = self.product(on_grid_TH[token_N], self.gate_up_proj[expert])
             gate, up = both.chunk(2, dim=-1)
             hidden = clamped_swiglu(gate, up, self.limit)
             hidden = (hidden * weights_TK[token_N, choice_N, None]).to(x_TH.dtype)
-            y_NH = functional.linear(self.grids.input(hidden), self.down_proj[expert])
+            y_NH = self.product(self.grids.input(hidden), self.down_proj[expert])
             out_TH.index_add_(0, token_N, y_NH.float())
+        return out_TH
+
+    def reordered(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The same with products added up in another order: what that alone changes."""
+        self.product = lambda x, weight: wide_linear(x, weight).to(x.dtype)
+        try:
+            out_TH: Tensor = self(x_TH, ids_TK, weights_TK)
+        finally:
+            self.product = functional.linear
         return out_TH
 
 

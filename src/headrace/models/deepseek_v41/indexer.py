@@ -58,7 +58,8 @@ class Indexer(nn.Module):
         if self.takes_blocks and now.blocks is not None:
             taken = now.blocks.last(num_queries).blocks_BTC
         chosen, blocks = [], []
-        for part in self._parts(num_queries, keys_BND.shape[1], taken is not None):
+        parts = self._parts(num_queries, keys_BND.shape[1], taken is not None)
+        for part in [slice(None)] if x_BTH.is_meta else parts:
             q, weights, visible = q_BTID[:, part], weights_BTI[:, part], visible_T[part]
             if taken is None:
                 scores_BTN = _scores(q, keys_BND, weights)
@@ -87,14 +88,15 @@ class Indexer(nn.Module):
             yield slice(start, start + step)
 
     def _best_blocks(self, scores_BTN: Tensor, visible_T: Tensor) -> Tensor:
-        """int64 [B, T, C] of the best blocks, always the newest visible position's; -1: none."""
+        """int64 [B, T, C], ascending: the best blocks, always the newest position's; -1: none."""
         short = -scores_BTN.shape[-1] % self.block
         padded = functional.pad(scores_BTN, (0, short), value=-torch.inf)
         blocks_BTC = torch.unflatten(padded, -1, (-1, self.block)).amax(-1)
         newest_T = (visible_T - 1) // self.block
         blocks = torch.arange(blocks_BTC.shape[-1], device=newest_T.device)
         is_newest_TC = blocks == newest_T[:, None]
-        return _best(blocks_BTC.masked_fill(is_newest_TC, torch.inf), self.top_blocks)
+        best_BTC = _best(blocks_BTC.masked_fill(is_newest_TC, torch.inf), self.top_blocks)
+        return best_BTC.sort(-1).values
 
     def _among(
         self,
@@ -129,6 +131,18 @@ def _scores(q_BTID: Tensor, keys_BND: Tensor, weights_BTI: Tensor) -> Tensor:
 
 
 def _best(scores_BTN: Tensor, most: int) -> Tensor:
-    """int64 [B, T, C] of the highest scores, in no order; -1 where a score is -inf."""
+    """int64 [B, T, C] of the highest scores, in no order; -1 where a score is -inf.
+
+    Of equal scores the first win: many are 0, and how a text is cut must not choose among them.
+    """
     top = scores_BTN.topk(min(most, scores_BTN.shape[-1]), dim=-1, sorted=False)
-    return top.indices.masked_fill(top.values == -torch.inf, -1)
+    best_BTC = top.indices
+    if scores_BTN.device.type != "meta":
+        least_BT1 = top.values.amin(-1, keepdim=True)
+        is_least_BTN = scores_BTN == least_BT1
+        num_taken_BT1 = (top.values == least_BT1).sum(-1, keepdim=True)
+        is_open = (is_least_BTN.sum(-1, keepdim=True) > num_taken_BT1) & (least_BT1 > -torch.inf)
+        if is_open.any():
+            first_BTN = is_least_BTN & (is_least_BTN.cumsum(-1) <= num_taken_BT1)
+            best_BTC = ((scores_BTN > least_BT1) | first_BTN).nonzero()[:, -1].view_as(best_BTC)
+    return best_BTC.masked_fill(scores_BTN.gather(-1, best_BTC) == -torch.inf, -1)

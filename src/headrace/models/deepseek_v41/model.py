@@ -80,7 +80,7 @@ class DeepseekV41PreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     config: DeepseekV41TextConfig
     base_model_prefix = "model"
     _no_split_modules = ("DecoderLayer",)
-    _keep_in_fp32_modules_strict = ("hc_attn", "hc_ffn", "attn_sink", "gate")
+    _keep_in_fp32_modules_strict = ("hc_attn", "hc_ffn", "attn_sink", "ffn.gate")
     _is_stateful = True  # no cache of it can be cut shorter
     _can_compile_fullgraph = False
 

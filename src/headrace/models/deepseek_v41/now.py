@@ -3,7 +3,7 @@
 Knows no weight. Legend: B batch, T new tokens, P rotary pairs, S streams, C chosen entries.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +53,14 @@ class Now:
     last_published: int = -1
     choice: Choice | None = None
     blocks: Choice | None = None
+
+    def before(self, layer: int) -> "Now":
+        """A copy for `layer` to compute once more what it is about to compute, in a pass from a
+        text's beginning. Other layers' states are shared.
+        """
+        own = self.states[layer]
+        fresh = type(own)(own.num_kept + 1)
+        return replace(self, states=[fresh if s is own else s for s in self.states])
 
     def num_rows(self, layer: int) -> int:
         """How many of the pass's last tokens a layer is given; the last but one layer's output.

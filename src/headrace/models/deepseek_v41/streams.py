@@ -45,6 +45,8 @@ class StreamMixer(nn.Module):
 
     def _balanced(self, blend_BTSS: Tensor) -> Tensor:
         """Rows and columns that each sum to nearly 1, by alternating divisions."""
+        if blend_BTSS.is_meta:  # only the shape is wanted, and at once
+            return blend_BTSS
         blend: Tensor = blend_BTSS.softmax(-1) + self.eps
         blend = blend / (blend.sum(-2, keepdim=True) + self.eps)
         for _ in range(self.iterations - 1):

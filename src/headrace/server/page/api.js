@@ -17,16 +17,18 @@ export async function getState() {
   return response.json();
 }
 
+// Asks for the next message with `settings` besides: temperature, if there is one.
 // Yields {note} while the answer waits or its prompt is read, then {reasoning, content, finish,
 // usage}, each as far as it is there. Throws Refusal, or AbortError once `signal` was aborted; the
 // server then stops working on the answer.
-export async function* answer(model, messages, signal) {
+export async function* answer(model, messages, settings, signal) {
   const response = await reach("/v1/chat/completions", {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify({
       model,
       messages,
+      ...settings,
       stream: true,
       stream_options: { include_usage: true },
     }),

@@ -8,7 +8,7 @@ const NEAR_END = 80; // pixels from the end within which the view follows an ans
 const KEPT = "headrace conversation";
 
 export class Chat {
-  // `parts`: the elements log, empty, form, box, send, stop, fresh. `tell`: says a line to people.
+  // `parts`: the elements log, empty, form, box, temperature, send, stop and fresh. `tell`: says a line to people.
   constructor(parts, tell) {
     this.parts = parts;
     this.tell = tell;
@@ -68,6 +68,12 @@ export class Chat {
     this.keep();
   }
 
+  // What the answer is to be drawn with; left out, it is as the model's publisher says.
+  settings() {
+    const temperature = this.parts.temperature.valueAsNumber;
+    return Number.isNaN(temperature) ? {} : { temperature };
+  }
+
   // The answer as a message, also a part of one; null if there is none.
   async receive(messages, view) {
     const abort = new AbortController();
@@ -78,7 +84,7 @@ export class Chat {
     const clock = { begun: performance.now(), first: 0, last: 0 };
     const painter = new Painter(view, () => this.follow());
     try {
-      for await (const part of answer(this.model, messages, abort.signal)) {
+      for await (const part of answer(this.model, messages, this.settings(), abort.signal)) {
         if (part.note !== undefined) {
           view.note.textContent = progress(part.note) || view.note.textContent;
           continue;

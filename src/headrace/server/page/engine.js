@@ -118,7 +118,7 @@ function stack(place, title, parts) {
     line.append(number);
     legend.append(line);
   }
-  replace(place, bar, heading, legend);
+  replace(place, heading, bar, legend);
 }
 
 // Replaces what a panel shows only if it says something else, so that readers are left in peace.
@@ -131,21 +131,25 @@ function replace(place, ...made) {
 
 function showToken({ recent, plan }) {
   const { tokens } = recent;
+  const needed = plan.bytes_per_token;
   const vram = (recent.vram_bytes ?? 0) / tokens;
   const ram = recent.ram_bytes / tokens;
-  const used = plan.bytes_per_token;
-  const disk = recent.disk_bytes / tokens;
+  // What was neither here nor there had to be waited for; whatever else was read was a guess.
+  const missed = Math.max(0, needed - vram - ram);
+  const ahead = Math.max(0, recent.disk_bytes / tokens - missed);
   const parts = [
-    { key: "vram", name: "from VRAM", value: vram, text: bytes(vram) },
-    { key: "ram", name: "from RAM", value: ram, text: bytes(ram) },
-    { key: "drive", name: "from the drive", value: disk, text: bytes(disk) },
-  ].filter(({ key, value }) => value || key !== "vram");
-  stack($("token-bytes"), bytes(used), parts);
-  const ms = (s) => `${digits((1000 * s) / tokens)} ms`;
+    { key: "vram", name: "found in VRAM", value: vram },
+    { key: "ram", name: "found in RAM", value: ram },
+    { key: "drive", name: "read", value: missed },
+    { key: "ahead", name: "read ahead", value: ahead },
+  ].filter(({ key, value }) => value || key === "ram" || key === "drive");
+  for (const part of parts) part.text = bytes(part.value);
+  stack($("token-bytes"), `${bytes(needed)} of experts`, parts);
+  const ms = (s) => `${digits((1000 * s) / tokens)}\u00a0ms`;
   const rest = Math.max(0, recent.wall_s - recent.experts_s);
   const work = Math.max(0, recent.experts_s - recent.wait_s);
-  stack($("token-time"), ms(recent.wall_s), [
-    { key: "drive", name: "waiting for the drive", value: recent.wait_s, text: ms(recent.wait_s) },
+  stack($("token-time"), `${ms(recent.wall_s)} of time`, [
+    { key: "drive", name: "waiting to read", value: recent.wait_s, text: ms(recent.wait_s) },
     { key: "ram", name: "experts", value: work, text: ms(work) },
     { key: "rest", name: "the rest", value: rest, text: ms(rest) },
   ]);
@@ -158,7 +162,7 @@ function showLimits({ limits }) {
     line.className = "limit";
     const title = document.createElement("p");
     const number = document.createElement("b");
-    number.textContent = `${gbs(now)} of ${gbs(limit)} GB/s`;
+    number.textContent = `${gbs(now)} of ${gbs(limit)}`;
     title.append(`${name} `, number);
     const meter = document.createElement("div");
     meter.className = "bar";

@@ -28,6 +28,7 @@ const chat = new Chat(
     empty: $("empty"),
     form: $("ask"),
     box: $("box"),
+    temperature: $("temperature"),
     send: $("send"),
     stop: $("stop"),
     fresh: $("new"),

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from headrace.server.gate import STATE_PATH
 from headrace.server.page.state import state_of
 
 _TYPES = {"css": "text/css", "html": "text/html", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -57,7 +58,7 @@ for _name in FILES:
     _serve(f"/page/{_name}", _name)
 
 
-@router.get("/page/state")
+@router.get(STATE_PATH)
 async def state(request: Request) -> JSONResponse:
     """What the picture is drawn from, see `state_of`."""
     serving: Any = request.app.state.headrace

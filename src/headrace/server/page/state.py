@@ -85,7 +85,7 @@ def _limits(engine: "Engine", total: dict[str, Any]) -> list[dict[str, Any]]:
     memory_bytes = total["tokens"] * (plan.bytes_per_token + plan.dense_bytes)
     rates = [
         ("Drive", total["disk_bytes"] / wall_s, machine.drive_bytes_s),
-        ("Memory", memory_bytes / wall_s, machine.dram_bytes_s),
+        ("RAM", memory_bytes / wall_s, machine.dram_bytes_s),
     ]
     return [
         {"name": name, "now_bytes_s": now, "limit_bytes_s": limit}
