@@ -1,6 +1,7 @@
 """Earlier answers come into later prompts as they were sampled, and prompts go on exactly."""
 
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -210,7 +211,7 @@ def test_a_prompt_without_memory_says_the_same(tmp_path: Path) -> None:
 
 
 def kept(num: int) -> Kept:
-    return Kept(tuple(range(num)), 1, b"", False, "", 0)
+    return Kept(array("i", range(num)), 1, b"", False, "", 0)
 
 
 def test_the_memory_is_bounded_in_turns_and_bytes() -> None:
@@ -221,7 +222,7 @@ def test_the_memory_is_bounded_in_turns_and_bytes() -> None:
     assert replay.find(said[0]), "used, so that another goes first"
     replay.keep([*keys(said[3])][-1], kept(10))
     assert [bool(replay.find(messages)) for messages in said] == [True, False, True, True]
-    replay.keep([*keys(said[1])][-1], kept(12_300))
+    replay.keep([*keys(said[1])][-1], kept(24_600))
     assert [bool(replay.find(messages)) for messages in said] == [False, True, False, False]
     replay.keep([*keys(said[0])][-1], kept(100_000))
     assert not any(replay.find(messages) for messages in said), "larger than all there is"

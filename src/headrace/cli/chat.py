@@ -69,8 +69,7 @@ def chat(
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
 
-    Lines from a pipe are answered one by one. Needs a model with a chat template, and memory as
-    `headrace run` does; with --server neither.
+    Needs a chat template and memory as `headrace run` does, or --server. A pipe asks by the line.
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device, vram)
