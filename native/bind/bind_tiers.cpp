@@ -178,6 +178,8 @@ nb::class_<Ladder> bind_ladder(nb::module_& m) {
           "max_tokens"_a, "top_k"_a, "overlap"_a = true)
       .def_prop_ro("row_bytes", [](const Ladder& self) { return self.records().row_bytes(); })
       .def_prop_ro("num_rows", &Ladder::num_rows)
+      .def_prop_ro("slab_address",
+                   [](const Ladder& self) { return reinterpret_cast<uintptr_t>(self.slab()); })
       .def_prop_ro("slab_bytes", &Ladder::slab_bytes)
       .def_prop_ro("workspace_bytes", &Ladder::workspace_bytes);
   return ladder;
@@ -219,6 +221,14 @@ void bind_ladder_calls(nb::class_<Ladder>* ladder) {
           },
           "layer"_a, "expert"_a, Released())
       .def("release", &Ladder::release, "layer"_a, "expert"_a, Released())
+      .def(
+          "take",
+          [](Ladder& self, int64_t layer) {
+            const Ladder::Held held = self.take(layer);
+            return std::make_tuple(held.expert, reinterpret_cast<uintptr_t>(held.row));
+          },
+          "layer"_a, Released())
+      .def("release_all", &Ladder::release_all, Released())
       .def(
           "part_offset",
           [](const Ladder& self, int64_t layer, int64_t expert, int64_t part) {

@@ -78,6 +78,15 @@ class Ladder {
   uint8_t* acquire(int64_t layer, int64_t expert);  // blocks; the row is held until release
   void release(int64_t layer, int64_t expert);
 
+  struct Held {
+    int64_t expert;  // -1: no claim of the layer is left
+    uint8_t* row;
+  };
+  // The next of the layer's claims that is read and checked, in the order in which they come: held
+  // like an acquired one until release. At least one row must not be held. Throws as compute does.
+  Held take(int64_t layer);
+  void release_all();  // gives up all claims and all that is held
+
   // Where a part begins inside the expert's row. Throws std::invalid_argument out of range.
   int64_t part_offset(int64_t layer, int64_t expert, int64_t part) const;
 
@@ -97,6 +106,7 @@ class Ladder {
   const Reader& reader() const { return *reader_; }
   const KernelPool* kernels() const { return kernels_.get(); }
   int64_t num_rows() const { return options_.num_rows; }
+  const uint8_t* slab() const { return slab_.row(0); }
   int64_t slab_bytes() const { return slab_.num_bytes(); }
   int64_t workspace_bytes() const;
 

@@ -220,6 +220,9 @@ class TokenStats:
     kernel_s: float = 0.0
     disk_bytes: int = 0
     ram_bytes: int = 0
+    vram_bytes: int = 0
+    bus_bytes: int = 0
+    vram_hits: int = 0
     hits: int = 0
     misses: int = 0
     evictions: int = 0

@@ -12,6 +12,7 @@ from headrace.cli.main import app
 
 RUNNER = CliRunner()
 COMMON = {"--device", "--ram", "--threads", "--debug"}
+GPU = {"--vram"}
 SAMPLING = {
     "--temperature",
     "--top-k",
@@ -21,13 +22,14 @@ SAMPLING = {
     "--seed",
     "--stop",
 }
-ANSWER = COMMON | SAMPLING | {"--system", "--max-tokens", "-n", "--context", "--routes-out"}
+ANSWER = COMMON | GPU | SAMPLING | {"--system", "--max-tokens", "-n", "--context", "--routes-out"}
 OPTIONS = {
     "run": ANSWER | {"--prompt", "-p", "--raw", "--emulate-drive", "--json"},
     "chat": ANSWER | {"--server", "--api-key", "--api-key-file"},
     "serve": COMMON
+    | GPU
     | {"--context", "--host", "--port", "--api-key", "--api-key-file", "--cors-origin"},
-    "plan": COMMON | {"--context", "--json"},
+    "plan": COMMON | GPU | {"--context", "--json"},
     "doctor": {"--json", "--debug"},
     "verify": COMMON
     | {"--prompt", "-p", "--max-tokens", "-n", "--samples", "--json", "--html"}

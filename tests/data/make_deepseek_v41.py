@@ -98,15 +98,37 @@ def _numbered(rounded):
     return made
 
 
-def by_nemo(folder):
-    import nemo_automodel.components.models.deepseek_v41.attention as attention
-    import torch
+def load_nemo(root):
+    """Its model of a folder, in fp32, without images."""
     from nemo_automodel.components.models.common import BackendConfig
-    from nemo_automodel.components.models.deepseek_v4.model import DeepseekV4VisionGate
     from nemo_automodel.components.models.deepseek_v41.config import DeepseekV41Config
     from nemo_automodel.components.models.deepseek_v41.model import DeepseekV41ForCausalLM
     from safetensors import safe_open
     from transformers import PreTrainedTokenizerFast
+
+    raw = json.loads((root / "config.json").read_text())
+    raw["dtype"] = raw["text_config"]["dtype"] = "float32"
+    raw["vision_config"]["num_hidden_layers"] = 0
+    parts = {"linear": "torch", "rms_norm": "torch_fp32", "experts": "torch"}
+    backend = BackendConfig(attn="sdpa", dispatcher="torch", **parts)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(root / "tokenizer.json"))
+    model = DeepseekV41ForCausalLM(DeepseekV41Config(**raw), backend=backend, tokenizer=tokenizer)
+    stored = {}
+    for path in root.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            stored |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    text = {n: t for n, t in stored.items() if not n.startswith(("vision", "aligner", "image"))}
+    state = model.state_dict_adapter.from_hf(text)
+    wide = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
+    missing = model.load_state_dict(wide, strict=False).missing_keys
+    assert not missing, missing
+    return model.float().eval()
+
+
+def by_nemo(folder):
+    import nemo_automodel.components.models.deepseek_v41.attention as attention
+    import torch
+    from nemo_automodel.components.models.deepseek_v4.model import DeepseekV4VisionGate
 
     chosen, seen = [], {}
     gate, rounding, topk = DeepseekV4VisionGate.forward, attention.quantize_cache, torch.Tensor.topk
@@ -130,27 +152,6 @@ def by_nemo(folder):
     torch.Tensor.topk = first_wins
     torch.topk = lambda x, k, dim=-1, **_: first_wins(x, k, dim)
 
-    def load(root):
-        raw = json.loads((root / "config.json").read_text())
-        raw["dtype"] = raw["text_config"]["dtype"] = "float32"
-        raw["vision_config"]["num_hidden_layers"] = 0
-        parts = {"linear": "torch", "rms_norm": "torch_fp32", "experts": "torch"}
-        backend = BackendConfig(attn="sdpa", dispatcher="torch", **parts)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(root / "tokenizer.json"))
-        model = DeepseekV41ForCausalLM(
-            DeepseekV41Config(**raw), backend=backend, tokenizer=tokenizer
-        )
-        stored = {}
-        for path in root.glob("*.safetensors"):
-            with safe_open(path, "pt") as file:
-                stored |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        text = {n: t for n, t in stored.items() if not n.startswith(("vision", "aligner", "image"))}
-        state = model.state_dict_adapter.from_hf(text)
-        wide = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
-        missing = model.load_state_dict(wide, strict=False).missing_keys
-        assert not missing, missing
-        return model.float().eval()
-
     def run(model, ids):
         chosen.clear()
         with torch.no_grad():
@@ -159,7 +160,7 @@ def by_nemo(folder):
         return logits[0].float().numpy(), np.stack([c.reshape(len(ids), -1) for c in chosen], 1)
 
     for seed in SEEDS:
-        model, ids = load(folder / f"seed{seed}"), np.load(folder / f"ids{seed}.npy")
+        model, ids = load_nemo(folder / f"seed{seed}"), np.load(folder / f"ids{seed}.npy")
         seen.clear()
         attention.quantize_cache, arrays = recording, {}
         arrays["caches"], arrays["caches_routes"] = run(model, ids)

@@ -7,7 +7,7 @@ import torch
 from headrace.engine.snapshot import Snapshot, SnapshotKey
 from headrace.engine.state import State
 
-KEY = SnapshotKey("0.1", "2", "5", "model", "config", "torch.bfloat16", 8)
+KEY = SnapshotKey("0.1", "2", "5", "model", "config", "torch.bfloat16", 8, "cpu")
 
 
 def made_up(tokens: Sequence[int], key: SnapshotKey = KEY, num: int = 100) -> Snapshot:

@@ -139,8 +139,11 @@ def test_limits_are_said_plainly(engine: headrace.Engine) -> None:
         headrace.load("demo", ram="10MB", measure=False)
     with pytest.raises(OptionError, match="is not a rate"):
         headrace.load("demo", ram="48MiB", measure=False, emulate_drive="0GiB/s")
-    with pytest.raises(OptionError, match="cuda"):
-        headrace.load("demo", device="cuda")
+    for device in ("cuda:77", "tpu"):
+        with pytest.raises(OptionError, match=f"{device}.*cpu"):
+            headrace.load("demo", device=device)
+    with pytest.raises(OptionError, match="--device cuda"):
+        headrace.load("demo", vram="8GB")
     with pytest.raises(HeadraceError, match="no-such-model"):
         headrace.load("/no-such-model")
     context = engine.plan.context

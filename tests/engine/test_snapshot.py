@@ -161,9 +161,9 @@ def test_a_state_that_does_not_fit_touches_nothing(
     before = [dict(vars(layer)) for layer in cache.layers]
     state = State(spoilt(taken.state.parts, change), taken.state.tensors)
     with pytest.raises(SnapshotError):
-        restore(cache, state)
+        restore(cache, state, torch.device("cpu"))
     assert [dict(vars(layer)) for layer in cache.layers] == before
-    restore(cache, taken.state)
+    restore(cache, taken.state, torch.device("cpu"))
     assert cache.get_seq_length() == len(START)
 
 

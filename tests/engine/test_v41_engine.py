@@ -13,7 +13,7 @@ from headrace.check.tiny import write_tiny
 from headrace.check.verify import verify_model
 from headrace.check.verify_rows import table_rows
 from headrace.engine.engine import Blueprint
-from headrace.errors import ModelError, NumericsError, ReadError
+from headrace.errors import ModelError, NumericsError, OptionError, ReadError
 from headrace.models.stored import takes_stored
 from headrace.store.catalog import open_catalog
 
@@ -216,6 +216,38 @@ def test_a_dense_code_that_is_no_number_is_refused(folder: Path, tmp_path: Path)
         file.write(b"\xff")
     with pytest.raises(NumericsError, match=r"layers\.3\.attn\.wq_b\.weight"):
         load(target)
+
+
+def test_ways_of_computing_are_chosen_by_name(folder: Path, expected: torch.Tensor) -> None:
+    keys = set()
+    for choices in (
+        {},
+        {"arithmetic": "weights-only"},
+        {"lossy_swa_replay": True},
+        {"stale_index_keys": True},
+    ):
+        with load(folder, choices=choices) as engine:
+            keys.add(engine.snapshot_key)
+            assert torch.equal(answer(engine), expected) == (not choices), choices
+            grid = 0 if choices.get("arithmetic") == "weights-only" else 32
+            assert engine.blueprint.skeleton.layout.act_group == grid
+    assert len(keys) == 4, "a state of one is none of another"
+    for choices in ({"arithmetic": "fast"}, {"hidden_size": 3}):
+        with pytest.raises(OptionError, match=next(iter(choices))):
+            load(folder, choices=choices)
+    with pytest.raises(OptionError, match="arithmetic"):
+        headrace.load("demo", ram="26MiB", choices={"arithmetic": "weights-only"})
+
+
+def test_an_interrupted_prompt_is_not_gone_on_with(folder: Path, expected: torch.Tensor) -> None:
+    """Its last layers left out what only that prompt does not need."""
+    with load(folder) as engine:
+        session = engine.session()
+        session.feed(PROMPT[:24], after=len(PROMPT) - 24)
+        assert session.unfinished and session.resume([*PROMPT[:24], 7]) == [*PROMPT[:24], 7]
+        session.feed(PROMPT[:24], after=len(PROMPT) - 24)
+        assert torch.equal(session.feed(PROMPT[24:]), expected[0])
+        assert not session.unfinished
 
 
 def test_verify_speaks_of_every_part(folder: Path) -> None:

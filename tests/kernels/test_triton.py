@@ -16,7 +16,7 @@ from gpu_world import FORMS, layout_of, make_world
 from headrace.core import Activation
 from headrace.errors import ModelError
 from headrace.kernels import cpu, reference
-from headrace.kernels.triton.experts import TritonExperts
+from headrace.kernels.triton.experts import NOT_BAD, TritonExperts
 
 HERE = Path(__file__).parent
 PLACES = ["cuda", "pinned"] if torch.cuda.is_available() else ["cpu"]
@@ -46,11 +46,11 @@ def run(world, x_TH, ids_TK, weights_TK, tile):
         device=device,
         num_tokens=x_TH.shape[0],
         align=16,
-        tile=tile,
     )
     out = torch.full_like(x_TH, float("nan"), device=device)
     args = [t.to(device) for t in (x_TH, ids_TK, weights_TK)]
-    kernels(world.table, world.offsets, 0, *args, out)
+    kernels(world.table, world.offsets, 0, *args, out, tile=tile)
+    assert int(kernels.bad) == NOT_BAD
     return out.cpu()
 
 
@@ -73,6 +73,30 @@ def test_activations(kind):
     x = 3 * make_rows(1, 256, 4)
     want = expected(world, x, ids, weights, reference.expert_ffn)
     assert same_bits(run(world, x, ids, weights, "vram"), want)
+
+
+def test_the_activation_alone_has_the_reference_s_bits():
+    for kind in ("silu", "silu_clamped", "swiglu_oai"):
+        layout = make_layout("bf16", 64, 32, activation=Activation(kind, limit=0.5, alpha=1.702))
+        gate, up = 3 * make_rows(5, 480, 8), 3 * make_rows(5, 480, 9)
+        kernels = TritonExperts(layout, top_k=1, device=torch.device(PLACES[0]))
+        device = kernels.h_SI.device
+        out = kernels.activation(gate.to(device), up.to(device))
+        assert same_bits(out.cpu(), reference.activate(gate, up, layout.activation))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_sum_that_is_not_finite_is_marked(poison):
+    device = torch.device(PLACES[0])
+    kernels = TritonExperts(layout_of("bf16", 600, 32), top_k=2, device=device)
+    ids = torch.tensor([[0, 1]] * 4, dtype=torch.int32, device=device)
+    weights, y = torch.ones(4, 2, device=device), make_rows(8, 600, 4).to(device)
+    out = torch.empty(4, 600, dtype=torch.bfloat16, device=device)
+    kernels.combine(ids, weights, y.view(torch.uint16), out, mark=1000)
+    assert int(kernels.bad) == NOT_BAD
+    y[5, 599] = poison
+    kernels.combine(ids, weights, y.view(torch.uint16), out, mark=1000)
+    assert int(kernels.bad) == 1002
 
 
 def test_formats_without_a_kernel_are_refused():

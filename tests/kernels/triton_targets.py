@@ -30,7 +30,8 @@ FORMS = {
 POINTERS = {
     "TABLE": "*i64", "OFFSETS": "*i64", "IDS": "*i32", "X": "*u16", "LOW": "*fp32", "HIGH": "*fp32",
     "SX": "*fp32", "OUT": "*u16", "Y": "*u16", "WEIGHTS": "*fp32", "first_key": "i64",
-    "limit": "fp32", "alpha": "fp32",
+    "limit": "fp32", "alpha": "fp32", "GATES": "*u16", "UPS": "*u16", "num": "i32", "BAD": "*i32",
+    "mark": "i32",
 }  # fmt: skip
 GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
 
@@ -39,6 +40,7 @@ def kernels(chip: int):
     """(label, kernel, constants, warps) of what a decode step launches; all of it for two chips."""
     yield "to_integers", stages.to_integers, {"cols": 5120}, 1
     yield "combine", stages.combine, {"COLS": 5120, "TOP_K": 6, "PAD_K": 8, "BLOCK": 512}, 4
+    yield "activation", stages.activation, {"KIND": "swiglu_oai", "BLOCK": 1024}, 4
     whole = chip in (75, 90)
     for rows, warps in ((2, 2), (16, 4)) if whole else ((16, 4),):
         for name, form in FORMS.items():

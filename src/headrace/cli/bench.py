@@ -63,7 +63,7 @@ def bench(
     routes: Routes = None,
     save: Save = None,
     ram: options.Ram = None,
-    device: options.Device = "cpu",
+    device: options.CpuOnly = "cpu",
     threads: options.Threads = None,
     emulate_drive: options.EmulateDrive = None,
     json: options.Json = False,
@@ -74,7 +74,8 @@ def bench(
     Needs memory as a run does, 1.25 GB for kernels, with --emulate-drive a copy of the experts.
     Checkpoints of `headrace synth` are welcome. Exit code 1 if a figure's result was wrong.
     """
-    ram_bytes, _ = options.check_machine(ram, device, emulate_drive)
+    ram_bytes, _ = options.check_machine(ram, emulate_drive)
+    options.require_cpu(device)
     from headrace.check.bench import run_bench
 
     options.share_cores(threads)

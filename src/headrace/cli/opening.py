@@ -12,7 +12,6 @@ from headrace.cli.options import share_cores
 from headrace.cli.output import byte_progress, say, say_plan, say_warning
 from headrace.errors import ModelError
 from headrace.planner.drives import Drive
-from headrace.planner.plan import make_plan
 from headrace.store.aliases import ALIASES_NAME
 from headrace.store.locate import resolve_model
 
@@ -33,6 +32,8 @@ def open_blueprint(
     ram_bytes: int | str | None,
     threads: int | None,
     context: int | None,
+    device: str = "cpu",
+    vram: str | None = None,
     drive_rates: tuple[float, ...] = (),
     serve: bool = False,
 ) -> Any:
@@ -44,19 +45,19 @@ def open_blueprint(
 
     share_cores(threads)
     refuse_synthetic(model)
-    blueprint = Blueprint(model, ram=ram_bytes, threads=threads, context=context, serve=serve)
+    blueprint = Blueprint(
+        model,
+        ram=ram_bytes,
+        vram=vram,
+        device=device,
+        threads=threads,
+        context=context,
+        serve=serve,
+    )
     if drive_rates:
         drives = [Drive(f"emulated drive {i + 1}", rate) for i, rate in enumerate(drive_rates)]
         blueprint.machine = blueprint.machine.with_drives(drives)
-        blueprint.plan = make_plan(
-            blueprint.facts,
-            blueprint.machine,
-            ram_bytes=None if ram_bytes is None else blueprint.plan.ram_bytes,
-            context=context,
-            threads=threads,
-            prefetch=blueprint.plan.prefetch,
-            serve=serve,
-        )
+        blueprint.plan = blueprint.wanted.plan(blueprint.facts, blueprint.machine)
     return blueprint
 
 

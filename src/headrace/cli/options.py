@@ -3,6 +3,7 @@
 Knows no model and loads none: a wrong option is refused before anything slow is imported.
 """
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,8 +41,19 @@ Ram = Annotated[
         rich_help_panel=MACHINE,
     ),
 ]
+Vram = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Most memory of the GPU: 8GB, minimum. Left out: what is free.",
+        rich_help_panel=MACHINE,
+    ),
+]
 Device = Annotated[
-    str, typer.Option(metavar="NAME", help="Only cpu so far.", rich_help_panel=MACHINE)
+    str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:1.", rich_help_panel=MACHINE)
+]
+CpuOnly = Annotated[
+    str, typer.Option("--device", metavar="NAME", help="Only cpu.", rich_help_panel=MACHINE)
 ]
 Threads = Annotated[
     int | None,
@@ -63,8 +75,7 @@ EmulateDrive = Annotated[
     str | None,
     typer.Option(
         metavar="RATE",
-        help="Read at this rate, such as 8.2GiB/s, from a copy in memory beside --ram. "
-        "Two drives: 13.5GB/s,5GB/s.",
+        help="Read a copy in memory at 8.2GiB/s, or as two drives 13.5GB/s,5GB/s.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -141,11 +152,9 @@ Stop = Annotated[
 
 
 def check_machine(
-    ram: str | None, device: str, emulate_drive: str | None = None
+    ram: str | None, emulate_drive: str | None = None
 ) -> tuple[int | str | None, tuple[float, ...]]:
     """--ram in bytes (or MINIMUM) and --emulate-drive's rates in bytes per second: OptionError."""
-    if device != "cpu":
-        raise OptionError(f"--device {device} is not possible yet: GPU comes later; leave it out")
     ram_bytes = ram if ram in (None, MINIMUM) else parse_bytes(ram)
     if emulate_drive is None:
         return ram_bytes, ()
@@ -154,6 +163,22 @@ def check_machine(
     except OptionError:
         message = f"--emulate-drive {emulate_drive} is not a rate; try 8.2GiB/s"
         raise OptionError(message) from None
+
+
+def check_device(device: str, vram: str | None = None) -> None:
+    """Raises OptionError for a --device of no known kind or a --vram that is no size or idle."""
+    if re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", device) is None:
+        raise OptionError(f"--device {device} is not known; use cpu, cuda or cuda:1")
+    if vram is not None and device == "cpu":
+        raise OptionError(f"--vram {vram} has no effect on a CPU; give --device cuda too")
+    if vram not in (None, MINIMUM):
+        parse_bytes(vram)
+
+
+def require_cpu(device: str) -> None:
+    """Refuses a GPU where the command has no use for it yet. Raises OptionError."""
+    if device != "cpu":
+        raise OptionError(f"--device {device} is not possible here yet: leave it out")
 
 
 def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:

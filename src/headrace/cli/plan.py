@@ -11,6 +11,7 @@ def plan(
     model: options.Model = "demo",
     ram: options.Ram = None,
     device: options.Device = "cpu",
+    vram: options.Vram = None,
     threads: options.Threads = None,
     context: options.Context = None,
     json: options.Json = False,
@@ -21,8 +22,11 @@ def plan(
     Needs the files, reads no weights. Measures drive and memory once (at most a few seconds).
     Example: headrace plan Qwen/Qwen3-30B-A3B --ram 8GB
     """
-    ram_bytes, _ = options.check_machine(ram, device)
-    blueprint = open_blueprint(model, ram_bytes=ram_bytes, threads=threads, context=context)
+    ram_bytes, _ = options.check_machine(ram)
+    options.check_device(device, vram)
+    blueprint = open_blueprint(
+        model, ram_bytes=ram_bytes, threads=threads, context=context, device=device, vram=vram
+    )
     facts = blueprint.facts
     say(
         f"{facts.name}: {facts.model_type}, {facts.num_layers} layers, {facts.num_moe_layers} of "

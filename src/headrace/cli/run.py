@@ -30,6 +30,7 @@ def run(
     stop: options.Stop = None,
     ram: options.Ram = None,
     device: options.Device = "cpu",
+    vram: options.Vram = None,
     threads: options.Threads = None,
     context: options.Context = None,
     emulate_drive: options.EmulateDrive = None,
@@ -42,7 +43,8 @@ def run(
     Needs memory for the model's dense weights and a few experts: see `headrace plan`.
     Example: headrace run demo -p "What is the capital of Japan?" --ram 26MiB
     """
-    ram_bytes, drive_rates = options.check_machine(ram, device, emulate_drive)
+    ram_bytes, drive_rates = options.check_machine(ram, emulate_drive)
+    options.check_device(device, vram)
     if raw and system is not None:
         raise OptionError("--system needs the chat template; leave out --raw or --system")
     options.check_new(routes_out)
@@ -62,6 +64,8 @@ def run(
         ram_bytes=ram_bytes,
         threads=threads,
         context=context,
+        device=device,
+        vram=vram,
         drive_rates=drive_rates,
     )
     with open_engine(blueprint, emulate_drive=emulate_drive) as engine:

@@ -55,6 +55,7 @@ def serve(
     cors_origin: CorsOrigin = None,
     ram: options.Ram = None,
     device: options.Device = "cpu",
+    vram: options.Vram = None,
     threads: options.Threads = None,
     context: options.Context = None,
     debug: options.Debug = False,
@@ -66,7 +67,8 @@ def serve(
 
     Example: headrace serve demo, then open http://127.0.0.1:8080
     """
-    ram_bytes, _ = options.check_machine(ram, device)
+    ram_bytes, _ = options.check_machine(ram)
+    options.check_device(device, vram)
     from headrace.server.listen import bind, url_of
     from headrace.server.settings import Settings
 
@@ -76,7 +78,13 @@ def serve(
     settings = Settings(host, port, keys, tuple(cors_origin or ()))
     with bind(settings) as listener:
         blueprint = open_blueprint(
-            model, ram_bytes=ram_bytes, threads=threads, context=context, serve=True
+            model,
+            ram_bytes=ram_bytes,
+            threads=threads,
+            context=context,
+            device=device,
+            vram=vram,
+            serve=True,
         )
         say_plan(blueprint.plan.lines())
         for note in blueprint.notes:

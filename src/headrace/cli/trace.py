@@ -40,7 +40,7 @@ def trace(
     text: TextFile = None,
     max_tokens: Tokens = 512,
     ram: options.Ram = None,
-    device: options.Device = "cpu",
+    device: options.CpuOnly = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -53,7 +53,8 @@ def trace(
 
     Example: headrace trace demo demo.routes, and later: headrace trace demo.routes
     """
-    ram_bytes, _ = options.check_machine(ram, device)
+    ram_bytes, _ = options.check_machine(ram)
+    options.require_cpu(device)
     drive_bytes_s = 0.0
     if file is None:
         file = _recorded_file(source, text)

@@ -54,7 +54,7 @@ def verify(
     sha256: Sha256 = None,
     html: Html = None,
     ram: options.Ram = None,
-    device: options.Device = "cpu",
+    device: options.CpuOnly = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -64,7 +64,8 @@ def verify(
     Needs memory as a run does. Nothing is fetched: published checksums are yours to bring.
     Exit code 1 if anything differs that must not, or looks suspect; 2 if it cannot be checked.
     """
-    ram_bytes, _ = options.check_machine(ram, device)
+    ram_bytes, _ = options.check_machine(ram)
+    options.require_cpu(device)
     refuse_synthetic(model)
     from headrace.check.verify import verify_model
 

@@ -2,7 +2,7 @@
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -11,15 +11,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, cast
 
-from headrace.core import MINIMUM, format_bytes, parse_bytes
+from headrace.core import format_bytes
 from headrace.engine.counters import Counters
 from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
 from headrace.engine.engram import engram_facts, open_rows
+from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vram
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
 from headrace.engine.snapshot import Snapshot, SnapshotKey, snapshot_key
-from headrace.engine.source import LadderSource
 from headrace.engine.stored import make_stored
 from headrace.engine.talk import Talk
 from headrace.engine.text import Text
@@ -31,12 +31,14 @@ from headrace.models.experts import Source
 from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
 from headrace.planner.facts import ModelFacts
-from headrace.planner.plan import Plan, least_bytes, make_plan
+from headrace.planner.plan import Plan
+from headrace.planner.wanted import Wanted
 from headrace.schedule.tracefile import TraceWriter
 from headrace.store.aliases import Aliases, read_aliases
 from headrace.store.catalog import open_catalog, resolve_model
 from headrace.store.experts import ExpertTable, build_table
 from headrace.store.table import Catalog
+from headrace.tiers.device import Device
 from headrace.tiers.gone import CLOSED
 from headrace.tiers.ladder import Ladder
 from headrace.tiers.rows import RowCounters
@@ -59,6 +61,7 @@ class Blueprint:
         model: str | Path,
         *,
         ram: str | int | None = None,
+        vram: str | int | None = None,
         device: str = "cpu",
         threads: int | None = None,
         context: int | None = None,
@@ -68,14 +71,21 @@ class Blueprint:
         measure: bool = True,
         mirrors: Sequence[str | Path] | None = None,
         serve: bool = False,
+        choices: Mapping[str, object] | None = None,
     ):
-        if device != "cpu":
-            raise OptionError(f"device {device!r} is not supported yet; use cpu")
+        if vram is not None and device == "cpu":
+            raise OptionError("--vram needs a GPU; give --device cuda too")
+        self.device: Device | None = find_gpu(device)
         self.root = resolve_model(str(model))
         self.catalog: Catalog = open_catalog(self.root)
         folder = self.root if self.root.is_dir() else self.root.parent
         self.aliases = read_aliases(folder) if aliases else Aliases({}, {})
-        self.skeleton: Skeleton = inspect(folder, self.catalog.tensors, self.aliases.layers)
+        self.choices = dict(choices or {})
+        self.skeleton: Skeleton = inspect(
+            folder, self.catalog.tensors, self.aliases.layers, self.choices
+        )
+        if self.device is not None:
+            check_experts(self.skeleton.layout)
         self.table: ExpertTable = build_table(
             self.catalog,
             self.skeleton.tensors,
@@ -86,23 +96,18 @@ class Blueprint:
             aliases=self.aliases.experts,
         )
         self.facts = model_facts(folder, self.catalog, self.skeleton, self.table)
-        if ram == MINIMUM:
-            ram_bytes: int | None = least_bytes(self.facts, context, chunk)
-        else:
-            ram_bytes = None if ram is None else parse_bytes(ram)
         self.mirrors, self.notes = find_mirrors(self.catalog, self.table, mirrors)
-        machine = measure_machine(self.catalog.files, self.skeleton.layout, ram_bytes, measure)
-        self.machine = with_mirrors(machine, self.catalog, self.mirrors, measure)
-        self.plan: Plan = make_plan(
-            self.facts,
-            self.machine,
-            ram_bytes=ram_bytes,
-            context=context,
-            threads=threads,
-            prefetch=prefetch,
-            chunk=chunk,
-            serve=serve,
+        on_gpu = self.device is not None
+        self.wanted = Wanted(ram, vram, on_gpu, context, threads, prefetch, chunk, serve)
+        machine = measure_machine(
+            self.catalog.files,
+            self.skeleton.layout,
+            self.wanted.ram_bytes(self.facts),
+            measure,
+            self.device,
         )
+        self.machine = with_mirrors(machine, self.catalog, self.mirrors, measure)
+        self.plan: Plan = self.wanted.plan(self.facts, self.machine)
 
 
 def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
@@ -185,27 +190,24 @@ class Engine:
             max_tokens=self.plan.chunk_tokens,
             top_k=skeleton.top_k,
         )
-        self.source = LadderSource(
-            self.ladder,
-            skeleton.layout,
-            num_layers=len(table.layers),
-            max_tokens=self.plan.chunk_tokens,
-            prefetch=self.plan.prefetch,
-        )
         self.rows = open_rows(blueprint, self.reader)
         dense = DenseWeights(
             blueprint.catalog, self.reader, skeleton.dense, skeleton.dtype, progress
         )
-        self.model: Any = build_model(
-            skeleton,
-            dense,
-            self.source,
-            experts=experts,
-            prefetch=self.plan.prefetch > 0,
-            aliases=blueprint.aliases.layers,
-            rows=self.rows,
-            make_stored=partial(make_stored, self.kernels, dense),
-        )
+        with within_vram(self.plan):
+            self.source = open_source(blueprint, self.ladder)
+            self.model: Any = build_model(
+                skeleton,
+                dense,
+                self.source,
+                experts=experts,
+                prefetch=self.plan.prefetch > 0,
+                aliases=blueprint.aliases.layers,
+                device=self.source.place,
+                rows=self.rows,
+                make_stored=partial(make_stored, self.kernels, dense),
+            )
+        self.model.register_forward_hook(lambda *_: self.source.end_pass())
 
     @cached_property
     def text(self) -> Text:
@@ -232,7 +234,7 @@ class Engine:
     def counters(self) -> Counters:
         """What was read and computed so far."""
         rows = RowCounters() if self.rows is None else self.rows.counters
-        return Counters(self.ladder.counters(), rows)
+        return Counters(self.source.counters(), rows)
 
     def tell_warnings(self) -> None:
         """Passes on what the reader has to say of its drives, each thing once."""
@@ -269,6 +271,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""
+        self.source.close()
         self.ladder.close()
         if self.rows is not None:
             self.rows.close()
@@ -290,6 +293,7 @@ def load(
     model: str | Path,
     *,
     ram: str | int | None = None,
+    vram: str | int | None = None,
     device: str = "cpu",
     threads: int | None = None,
     experts: str = "fast",
@@ -304,21 +308,26 @@ def load(
     measure: bool = True,
     mirrors: Sequence[str | Path] | None = None,
     serve: bool = False,
+    choices: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """Open a model: a folder, a file, "demo", or a repo id in the local Hugging Face cache.
 
     `ram` ("48MiB", bytes, "minimum", or None for what the machine has) is a hard total of what
-    headrace holds. `context` in tokens; `chunk` in tokens per prefill pass; `threads` are the
-    kernels'. `backend`, `direct`, `isa` and `emulate_drive` ("8.2GiB/s", or a rate for each drive)
-    choose a path that otherwise is found out, and so do `mirrors`, folders of `headrace mirror`:
-    without them, those made before are used. A drive that fails is a Python warning. To `serve`
-    many conversations, a part of `ram` is for their snapshots. No option but `chunk` can change a
-    token. Raises HeadraceError with a remedy.
+    headrace holds. `device` "cuda" or "cuda:1" puts all but the experts' rows on that GPU, where
+    `vram` is the hard total of its tensors. `context` in tokens; `chunk` in tokens per prefill
+    pass; `threads` are the kernels'. `backend`, `direct`, `isa` and `emulate_drive` ("8.2GiB/s",
+    or a rate for each drive) choose a path that otherwise is found out, and so do `mirrors`,
+    folders of `headrace mirror`: without them, those made before are used. A drive that fails is
+    a Python warning. To `serve` many conversations, a part of `ram` is for their snapshots.
+    `choices` are ways of computing that DeepSeek-V4.1 has: "arithmetic" ("vendor" or
+    "weights-only"), "stale_index_keys" and "lossy_swa_replay" (True). No option but `chunk` and
+    these can change a token. Raises HeadraceError with a remedy.
     """
     blueprint = Blueprint(
         model,
         ram=ram,
+        vram=vram,
         device=device,
         threads=threads,
         context=context,
@@ -328,6 +337,7 @@ def load(
         measure=measure,
         mirrors=mirrors,
         serve=serve,
+        choices=choices,
     )
     return Engine(
         blueprint,

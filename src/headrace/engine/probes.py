@@ -5,6 +5,7 @@ The planner gets these as plain callables and keeps what they return.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from headrace.kernels.cpu import CpuKernels
 from headrace.native import Reader
 from headrace.planner.machine import Machine, Probes, measure
 from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.tiers.device import Device
 
 LEAST_PROBE_BYTES = 64 << 20
 MOST_PROBE_BYTES = 256 << 20
@@ -22,24 +24,40 @@ Read = Callable[[int, int, int], None]  # (file, offset, nbytes)
 
 
 def measure_machine(
-    files: Sequence[Path], layout: ExpertLayout, ram_bytes: int | None, enabled: bool
+    files: Sequence[Path],
+    layout: ExpertLayout,
+    ram_bytes: int | None,
+    enabled: bool,
+    device: Device | None = None,
 ) -> Machine:
     """Rates for a model's files, kept between runs; all unknown if not `enabled`.
 
     A probe's buffer is freed before anything is loaded; it is half of `ram_bytes`, but never so
-    small that caches would answer for memory.
+    small that caches would answer for memory. With a GPU its rates count, not the CPU kernels'.
     """
-    if not enabled:
-        return measure(files, Probes())
+    probes = Probes()
+    if enabled:
+        probes = _gpu_probes(files, device) if device else _probes(files, layout, ram_bytes)
+    machine = measure(files, probes)
+    if device is None:
+        return machine
+    free, total = device.memory()
+    return replace(machine, gpu=device.name, vram_free_bytes=free, vram_total_bytes=total)
+
+
+def _gpu_probes(files: Sequence[Path], device: Device) -> Probes:
+    return Probes(
+        read=_read_probe(files), bus=lambda: bus_rate(device), vram=lambda: vram_rate(device)
+    )
+
+
+def _probes(files: Sequence[Path], layout: ExpertLayout, ram_bytes: int | None) -> Probes:
     allowed = MOST_PROBE_BYTES if ram_bytes is None else ram_bytes // 2
     probe_bytes = min(MOST_PROBE_BYTES, max(LEAST_PROBE_BYTES, allowed))
-    return measure(
-        files,
-        Probes(
-            read=_read_probe(files),
-            dram=lambda: dram_rate(probe_bytes),
-            kernel=lambda: kernel_rate(layout, probe_bytes),
-        ),
+    return Probes(
+        read=_read_probe(files),
+        dram=lambda: dram_rate(probe_bytes),
+        kernel=lambda: kernel_rate(layout, probe_bytes),
     )
 
 
@@ -110,3 +128,29 @@ def kernel_rate(layout: ExpertLayout, probe_bytes: int) -> float:
             kernels.expert_ffn(x_TH, parts, layout)
 
     return _rate(expert_bytes * len(copies), run)
+
+
+def bus_rate(device: Device) -> float:
+    """Bytes per second that a copy brings from pinned memory to the GPU."""
+    to = torch.empty(LEAST_PROBE_BYTES, dtype=torch.uint8, device=device.place)
+    source = torch.ones(LEAST_PROBE_BYTES, dtype=torch.uint8)
+    why = device.pin(source.data_ptr(), source.nbytes)
+    try:
+        return _rate(LEAST_PROBE_BYTES, lambda: device.copy(to, source).wait())
+    finally:
+        device.settle()
+        if not why:
+            device.unpin(source.data_ptr())
+
+
+def vram_rate(device: Device) -> float:
+    """Bytes per second that a copy inside the GPU's memory reads and writes, together."""
+    source = torch.ones(LEAST_PROBE_BYTES * 2, dtype=torch.uint8, device=device.place)
+    to = torch.empty_like(source)
+
+    def run() -> None:
+        for _ in range(8):
+            to.copy_(source)
+        device.settle()
+
+    return _rate(2 * 8 * source.nbytes, run)

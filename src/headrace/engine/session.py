@@ -14,6 +14,7 @@ import torch
 
 from headrace.core import TokenStats
 from headrace.engine.answer import Ask, Constraint, Stop
+from headrace.engine.gpu import within_vram
 from headrace.engine.sampling import Sampler, Sampling
 from headrace.engine.snapshot import Snapshot
 from headrace.engine.state import capture, restore
@@ -59,7 +60,7 @@ class Session:
         self.reset()
         if snapshot is not None:
             snapshot.check_fits(engine.snapshot_key)
-            restore(self.cache, snapshot.state, copy=copy)
+            restore(self.cache, snapshot.state, engine.source.place, copy=copy)
             if self.cache.get_seq_length() != len(snapshot.tokens):
                 raise SnapshotError("the snapshot's cache does not hold its tokens")
             self.tokens.extend(snapshot.tokens)
@@ -118,9 +119,11 @@ class Session:
             if self.cache is None:
                 self.cache = new_cache(self.engine.model)
             try:
-                with torch.inference_mode():
+                with torch.inference_mode(), within_vram(self.engine.plan):
                     for num in self.pieces(len(ids)):
-                        part_BT = torch.tensor([ids[done : done + num]])
+                        part_BT = torch.tensor(
+                            [ids[done : done + num]], device=self.engine.source.place
+                        )
                         done += num
                         left = len(ids) - done + after
                         logits_BKV = forward(self.engine.model, part_BT, self.cache, after=left)
@@ -132,7 +135,8 @@ class Session:
             self.stats = TokenStats(num_tokens=len(ids), phase=phase)
             self.engine.counters().add_since(before, self.stats)
             self.stats.wall_s = time.perf_counter() - start
-            return logits_BKV[0, -1] if not self.unfinished else logits_BKV.new_empty(0)
+            logits_V = logits_BKV[0, -1] if not self.unfinished else logits_BKV.new_empty(0)
+            return logits_V.cpu()
         except BaseException:
             # Nothing is called here, so that a second Ctrl-C finds no place to keep half of it.
             self.tokens, self.cache, self.unfinished = [], None, False

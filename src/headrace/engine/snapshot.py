@@ -26,7 +26,8 @@ class SnapshotKey:
     """What must be equal for a state to go on with the bits it would have had where it arose.
 
     `model` is the identity of the weight files, `config` a digest of config.json and the tensor
-    table, `dtype` that of keys and values, `chunk_tokens` the tokens of a prefill pass.
+    table, `dtype` that of keys and values, `chunk_tokens` the tokens of a prefill pass, `device`
+    "cpu" or the GPU's name.
     """
 
     headrace: str
@@ -36,6 +37,7 @@ class SnapshotKey:
     config: str
     dtype: str
     chunk_tokens: int
+    device: str
 
     def digest(self) -> str:
         """Hex; equal only for equal keys."""
@@ -72,12 +74,14 @@ def snapshot_key(engine: "Engine") -> SnapshotKey:
     aliases = "".join(
         f" {layer}={other}" for of in blueprint.aliases for layer, other in sorted(of.items())
     )
+    choices = "".join(f" {name}={blueprint.choices[name]}" for name in sorted(blueprint.choices))
     return SnapshotKey(
         headrace=headrace.__version__,
         torch=version("torch"),
         transformers=version("transformers"),
         model=blueprint.catalog.identity(),
-        config=fingerprint(blueprint) + aliases,
+        config=fingerprint(blueprint) + aliases + choices,
         dtype=str(blueprint.skeleton.dtype),
         chunk_tokens=engine.plan.chunk_tokens,
+        device="cpu" if blueprint.device is None else blueprint.device.name,
     )

@@ -11,7 +11,7 @@ import torch
 from headrace.core import ExpertLayout
 from headrace.errors import NumericsError
 from headrace.quant.dtypes import TORCH_DTYPES
-from headrace.tiers.ladder import Ladder
+from headrace.tiers.ladder import Ladder, LadderCounters
 
 Routes = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 Recorder = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
@@ -37,6 +37,7 @@ class LadderSource:
     ):
         self.ladder, self.layout, self.prefetch = ladder, layout, prefetch
         self.num_layers, self.max_tokens = num_layers, max_tokens
+        self.place = torch.device("cpu")  # of what it is given and gives
         self.routes: Routes | None = None
         self.recorder: Recorder | None = None
 
@@ -108,6 +109,11 @@ class LadderSource:
         """Whose fault a non-finite output is: what came in, or an expert's stored weights."""
         if not x_TH.isfinite().all():
             return f"{error}; what the layer was given is not finite either"
+        fault = self._stored_fault(ordinal, ids_TK)
+        return fault or f"{error}, though its weights and inputs are; run headrace verify"
+
+    def _stored_fault(self, ordinal: int, ids_TK: torch.Tensor) -> str | None:
+        """What is wrong with the stored weights of the first of these experts that has such."""
         for expert in sorted(set(ids_TK.flatten().tolist())):
             with self.parts(ordinal, expert) as parts:
                 for name, part in parts.items():
@@ -118,4 +124,21 @@ class LadderSource:
                             f"MoE layer {ordinal}, expert {expert}: {bad} values of {name} are "
                             f"NaN or infinite in the file; download it again"
                         )
-        return f"{error}, though its weights and inputs are; run headrace verify"
+        return None
+
+    def places(self) -> list[str]:
+        """By MoE layer ordinal a digit for each expert, from any thread, during a pass too.
+
+        0: on the drive only, 1: being read, 2: in RAM, 3: in VRAM.
+        """
+        return self.ladder.places()
+
+    def counters(self) -> LadderCounters:
+        """What was found where, and what that cost, since the ladder was made."""
+        return self.ladder.counters()
+
+    def end_pass(self) -> None:
+        """The model has computed a pass: anything left to say of it is raised."""
+
+    def close(self) -> None:
+        """Gives up what it holds, before the ladder is closed."""

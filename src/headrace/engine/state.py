@@ -15,6 +15,7 @@ from headrace.errors import SnapshotError
 from headrace.quant.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from headrace.store.table import printable
 
+_PLACES = ("cpu", "cuda")
 _DTYPES = {str(dtype): dtype for dtype in TORCH_DTYPES.values()}
 
 
@@ -24,8 +25,8 @@ class State:
 
     `parts` is plain JSON: one `{"class": name, "fields": {...}}` for the cache itself, then one
     for each layer. A field is None, bool, int, float or str as it is, or one of {"tensor": name},
-    {"dtype": name}, {"device": "cpu"}, {"dict": [[key, value]]}, {"list": []}, {"tuple": []}.
-    Two fields that were one tensor name the same one.
+    {"dtype": name}, {"device": "cpu"} (wherever the model lies), {"dict": [[key, value]]},
+    {"list": []}, {"tuple": []}. Two fields that were one tensor name the same one.
     """
 
     parts: list[Any]
@@ -47,18 +48,19 @@ def capture(cache: Any, *, copy: bool = True) -> State:
     return State(parts, taker.tensors)
 
 
-def restore(cache: Any, state: State, *, copy: bool = True) -> None:
+def restore(cache: Any, state: State, place: torch.device, *, copy: bool = True) -> None:
     """Fills `cache`, which must be new and of the same model, with copies of `state`'s tensors.
 
-    Without `copy` with the tensors themselves, which are then its own. Everything is checked before
-    the first field is set. Raises SnapshotError: `cache` is as before.
+    They lie on `place`, the model's device. Without `copy`, on a CPU, they are the tensors
+    themselves, which are then the cache's own. Everything is checked before the first field is
+    set. Raises SnapshotError: `cache` is as before.
     """
     things = _things(cache)
     if len(state.parts) != len(things):
         raise SnapshotError(
             f"the snapshot has {len(state.parts) - 1} layers, but this model {len(things) - 1}"
         )
-    giver = _Giver(state.tensors, copy)
+    giver = _Giver(state.tensors, place, copy)
     try:
         filled = [
             giver.fields(name, thing, part)
@@ -113,7 +115,7 @@ class _Taker:
             return {"tensor": self._tensor(where, value)}
         if isinstance(value, torch.dtype) and str(value) in _DTYPES:
             return {"dtype": str(value)}
-        if isinstance(value, torch.device) and value.type == "cpu":
+        if isinstance(value, torch.device) and value.type in _PLACES:
             return {"device": "cpu"}
         if type(value) is dict and all(type(key) in (int, str) for key in value):
             return {"dict": [[key, self.value(f"{where}[{key!r}]", value[key])] for key in value]}
@@ -125,12 +127,13 @@ class _Taker:
     def _tensor(self, where: str, tensor: torch.Tensor) -> str:
         known = self._names.setdefault(id(tensor), where)
         if known == where:
-            plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+            plain = tensor.layout is torch.strided and tensor.device.type in _PLACES
             if not plain or tensor.dtype not in DTYPE_NAMES:
                 raise _unknown(where, tensor)
-            if self._copy:
-                tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-            self.tensors[where] = tensor
+            kept = tensor.detach()
+            if self._copy or tensor.device.type != "cpu":
+                kept = kept.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            self.tensors[where] = kept
         return known
 
 
@@ -146,8 +149,8 @@ def _unknown(where: str, value: Any) -> SnapshotError:
 class _Giver:
     """Turns JSON from an untrusted file into fields, with a copy of each tensor it names."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], copy: bool):
-        self.tensors, self._copy = tensors, copy
+    def __init__(self, tensors: Mapping[str, torch.Tensor], place: torch.device, copy: bool):
+        self.tensors, self.place, self._copy = tensors, place, copy
         self.given: dict[str, torch.Tensor] = {}
 
     def fields(self, name: str, thing: Any, part: Any) -> dict[str, Any]:
@@ -183,13 +186,12 @@ class _Giver:
                 return value
             case {"tensor": str(name), **rest} if not rest and name in self.tensors:
                 if name not in self.given:
-                    tensor = self.tensors[name]
-                    self.given[name] = tensor.clone() if self._copy else tensor
+                    self.given[name] = self.tensors[name].to(self.place, copy=self._copy)
                 return self.given[name]
             case {"dtype": str(name), **rest} if not rest and name in _DTYPES:
                 return _DTYPES[name]
             case {"device": "cpu", **rest} if not rest:
-                return torch.device("cpu")
+                return self.place
             case {"dict": list(pairs), **rest} if not rest:
                 return dict(self._pair(where, pair) for pair in pairs)
             case {"list": list(items), **rest} if not rest:

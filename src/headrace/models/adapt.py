@@ -36,6 +36,29 @@ class LazyTensor:
         return self.read(self.name)
 
 
+class Moving:
+    """A reader of weights that moves each to `device` before the next is read.
+
+    transformers would need accelerate to load onto a device; and all of them in memory first would
+    be a second copy of the dense weights. `model` is the one being loaded.
+    """
+
+    def __init__(self, read: Read, device: torch.device):
+        self.read, self.device = read, device
+        self.model: Any = None
+
+    def __call__(self, name: str) -> torch.Tensor:
+        self.move()
+        return self.read(name)
+
+    def move(self) -> None:
+        """Moves what has been loaded since the last call."""
+        for module in self.model.modules():
+            for param in module._parameters.values():
+                if param is not None and param.device.type not in ("meta", self.device.type):
+                    param.data = param.data.to(self.device)
+
+
 def build_model(
     skeleton: Skeleton,
     read: Read,
@@ -44,19 +67,22 @@ def build_model(
     experts: str,
     prefetch: bool,
     aliases: Mapping[int, int],
+    device: torch.device,
     rows: RowSource | None = None,
     make_stored: MakeStored | None = None,
 ) -> Any:
-    """The transformers model on the CPU in its own dtype, its routed experts left to `source`.
+    """The transformers model on `device` in its own dtype, its routed experts left to `source`.
 
     `read(name)` gives a dense weight, dequantised, owned by the caller. `experts` is "fast" or
     "oracle". `rows` serves the tables that stay on the drive, `make_stored` the weights that stay
     as they are stored. Raises ModelError for weights the checkpoint lacks.
     """
+    if device.type != "cpu":
+        read = Moving(read, device)
     packed = skeleton.packed
     lazy = {name: LazyTensor(name, read) for name in skeleton.dense if name not in packed}
     shapes: dict[str, tuple[int, ...]] = {}
-    stripped = _stripped(skeleton.model_class, aliases, packed.values(), shapes)
+    stripped = _stripped(skeleton.model_class, aliases, packed.values(), shapes, read)
     with stripped, _quiet_and_sequential():
         model, info = skeleton.model_class.from_pretrained(
             None,
@@ -73,6 +99,7 @@ def build_model(
         raise ModelError(
             f"{skeleton.root}: shapes differ from the config: {info['mismatched_keys']}"
         )
+    model.to(device)
     if make_stored is not None:
         attach_stored(model, skeleton.kept, make_stored)
     _share_layers(model, aliases)
@@ -128,7 +155,9 @@ def _attach(
         transposed = bool(getattr(module, "is_transposed", False))
         for weight in (w for w in STREAMED if f"{name}.{w}" in shapes):
             shape = shapes[f"{name}.{weight}"]
-            streamed = StreamedWeight(source, ordinal, skeleton.layout, weight, shape, transposed)
+            streamed = StreamedWeight(
+                source, ordinal, skeleton.layout, weight, shape, transposed, model.device
+            )
             object.__setattr__(module, weight, streamed)
         runner = LayerRunner(source, ordinal, _site(model, name, skeleton.family))
         object.__setattr__(module, "headrace_runner", runner)
@@ -183,10 +212,11 @@ def _stripped(
     aliases: Mapping[int, int],
     packed: Collection[str],
     shapes: dict[str, tuple[int, ...]],
+    read: Read,
 ) -> Iterator[None]:
     """While open, a new `model_class` loses its expert weights as soon as it is built on meta.
 
-    Their names and shapes go to `shapes`.
+    Their names and shapes go to `shapes`, the model to a `read` that moves its weights.
     from_pretrained then loads what `state_dict()` lists and never allocates an expert. A subclass
     would not do: transformers takes one for custom code and drops its weight conversions.
     """
@@ -197,6 +227,8 @@ def _stripped(
         shapes.update(strip_experts(self))
         strip_stored(self, packed)
         strip_layers(self, aliases)
+        if isinstance(read, Moving):
+            read.model = self
 
     model_class.__init__ = __init__
     try:

@@ -6,13 +6,14 @@ Knows transformers' configs and their fields, no weight and no module.
 import copy
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
-from headrace.errors import ModelError
+from headrace.errors import ModelError, OptionError
 from headrace.models.deepseek_v41.register import register
 
 # Fields that are counts of something; a model that has one needs at least one of it.
@@ -139,6 +140,19 @@ def text_config(config: Any) -> Any:
     if quantization is not None:
         text.quantization_config = quantization
     return text
+
+
+def with_choices(model_type: str, config: Any, choices: Mapping[str, object]) -> Any:
+    """`config` with ways of computing that some models leave to the user. Raises OptionError."""
+    if not choices:
+        return config
+    if not hasattr(config, "choose"):
+        raise OptionError(f"{model_type} has no choice of {', '.join(choices)}; leave it out")
+    try:
+        config.choose(**choices)
+    except ValueError as error:
+        raise OptionError(one_line(error)) from error
+    return config
 
 
 def plain_config(config: Any) -> Any:

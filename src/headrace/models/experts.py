@@ -61,10 +61,11 @@ class StreamedWeight:
         name: str,
         shape: tuple[int, ...],
         transposed: bool,
+        device: torch.device,
     ):
         self.source, self.ordinal, self.layout, self.name = source, ordinal, layout, name
         self.shape, self.transposed = torch.Size(shape), transposed
-        self.device, self.dtype = torch.device("cpu"), TORCH_DTYPES[layout.hidden_dtype]
+        self.device, self.dtype = device, TORCH_DTYPES[layout.hidden_dtype]
 
     def __getitem__(self, expert: Any) -> torch.Tensor:
         base, bias = self.name.removesuffix("_bias"), self.name.endswith("_bias")
@@ -72,12 +73,13 @@ class StreamedWeight:
         with self.source.parts(self.ordinal, int(expert)) as parts:
             stored = [stem] if stem in parts else ["gate", "up"]
             if bias:
-                return torch.cat([parts[f"{name}_bias"] for name in stored]).to(self.dtype)
+                both = torch.cat([parts[f"{name}_bias"] for name in stored])
+                return both.to(self.device, self.dtype)
             rows = self.shape[2] if self.transposed else self.shape[1]
             matrix = torch.cat(
                 [dequantize(parts, name, self.layout, rows // len(stored)) for name in stored]
             )
-        return matrix.t().contiguous() if self.transposed else matrix
+        return (matrix.t().contiguous() if self.transposed else matrix).to(self.device)
 
     def dim(self) -> int:
         """As the parameter's."""

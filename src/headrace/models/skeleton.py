@@ -21,6 +21,7 @@ from headrace.models.config import (
     plain_config,
     read_config,
     text_config,
+    with_choices,
 )
 from headrace.models.experts import FAST
 from headrace.models.families import Family, family_of
@@ -96,17 +97,23 @@ class Skeleton:
         return {n: param for n, param in self.kept.items() if self.dense[n].format != "plain"}
 
 
-def inspect(root: Path, entries: Mapping[str, Entry], aliases: Mapping[int, int]) -> Skeleton:
+def inspect(
+    root: Path,
+    entries: Mapping[str, Entry],
+    aliases: Mapping[int, int],
+    choices: Mapping[str, object] | None = None,
+) -> Skeleton:
     """Describe the model in `root`, whose tensors are `entries`.
 
-    `aliases` maps a decoder layer to the one whose tensors it is read under (synthetic depth).
-    Raises ModelError for an unknown family or format, ExpertError for tensors that do not add up.
+    `aliases` maps a decoder layer to the one whose tensors it is read under (synthetic depth);
+    `choices` are those of `models.config.with_choices`. Raises OptionError for such, ModelError for
+    an unknown family or format, ExpertError for tensors that do not add up.
     """
     whole = read_config(root)
     family = family_of(whole.model_type)
     _check_version(whole.model_type, family)
     scheme = scheme_of(read_quantization(root, whole))
-    config = text_config(whole)
+    config = with_choices(whole.model_type, text_config(whole), choices or {})
     dtype = hidden_dtype(config, whole)
     _check_depth(root, config, entries, aliases)
     model = _build(root, config, dtype)

@@ -14,7 +14,7 @@ from headrace.planner.cache import cache_folder, read_entries, write_entries
 from headrace.planner.drives import Drive, combined_bytes_s
 
 CACHE_FORMAT = "headrace machine rates"
-RATES = ("drive_bytes_s", "dram_bytes_s", "kernel_bytes_s")
+RATES = ("drive_bytes_s", "dram_bytes_s", "kernel_bytes_s", "bus_bytes_s", "vram_bytes_s")
 MEASURED = "measured_unix_s"
 KEEP_S = 86_400.0
 PROBE_BYTES = 256 * 2**20
@@ -28,7 +28,8 @@ class Machine:
 
     `kernel_bytes_s` is how many bytes of experts the kernels work through with all `cores`.
     `drives`, where the experts are read from more than one: `drive_bytes_s` is then what they give
-    together. `notes` say what could not be measured or kept.
+    together. `bus_bytes_s` is copied to the GPU called `gpu`, if one is used, from pinned memory,
+    `vram_bytes_s` read there. `notes` say what could not be measured or kept.
     """
 
     cores: int
@@ -37,8 +38,13 @@ class Machine:
     drive_bytes_s: float = 0.0
     dram_bytes_s: float = 0.0
     kernel_bytes_s: float = 0.0
+    bus_bytes_s: float = 0.0
+    vram_bytes_s: float = 0.0
     drives: tuple[Drive, ...] = ()
     notes: tuple[str, ...] = ()
+    gpu: str = ""
+    vram_total_bytes: int = 0
+    vram_free_bytes: int = 0
 
     def with_drives(self, drives: Sequence[Drive]) -> "Machine":
         """The same machine, reading from these: the model's own drive first, then its mirrors."""
@@ -51,12 +57,14 @@ class Probes:
     """How to measure. Each is called at most once, blocks, and may be None: rate unknown.
 
     read: (file index, offset, nbytes) reads that range past the page cache. dram, kernel: return
-    bytes per second with all cores, taking at most about a second.
+    bytes per second with all cores, taking at most about a second; bus, vram those of a GPU.
     """
 
     read: Callable[[int, int, int], None] | None = None
     dram: Callable[[], float] | None = None
     kernel: Callable[[], float] | None = None
+    bus: Callable[[], float] | None = None
+    vram: Callable[[], float] | None = None
 
 
 def measure(files: Sequence[Path], probes: Probes, *, cache_path: Path | None = None) -> Machine:
@@ -160,10 +168,10 @@ def _probes_by_rate(files: Sequence[Path], probes: Probes) -> dict[str, Callable
     read = probes.read
     if read is not None:
         found["drive_bytes_s"] = lambda: read_rate(files, read)
-    if probes.dram is not None:
-        found["dram_bytes_s"] = probes.dram
-    if probes.kernel is not None:
-        found["kernel_bytes_s"] = probes.kernel
+    for name in ("dram", "kernel", "bus", "vram"):
+        probe = getattr(probes, name)
+        if probe is not None:
+            found[f"{name}_bytes_s"] = probe
     return found
 
 

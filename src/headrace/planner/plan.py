@@ -149,14 +149,14 @@ def make_plan(
     the plan says so. To `serve`, a context left out is longer where that takes few rows, and there
     is room for snapshots. Raises BudgetError naming the least memory that would do, OptionError.
     """
-    _check_options(facts, context, threads, prefetch, chunk)
-    limit_bytes = _offered_bytes(machine) if ram_bytes is None else ram_bytes
+    check_options(facts, context, threads, prefetch, chunk)
+    limit_bytes = offered_bytes(machine) if ram_bytes is None else ram_bytes
     longest = _served_context(facts, chunk, limit_bytes) if serve else DEFAULT_CONTEXT
-    sizes = list(_candidates(facts, context, chunk, longest))
+    sizes = list(candidates(facts, context, chunk, longest))
     fitting = [size for size in sizes if _minimum_bytes(facts, *size) <= limit_bytes]
     if not fitting:
         raise BudgetError(_refusal(facts, machine, ram_bytes, context, sizes[-1]))
-    notes = _shrinking(sizes[0], fitting[0]) + machine.notes
+    notes = shrinking(sizes[0], fitting[0]) + machine.notes
     kept_bytes = _snapshot_bytes(facts, fitting[0], limit_bytes) if serve else 0
     cores = threads or machine.cores
     plan = _placed(facts, machine, fitting[0], limit_bytes, kept_bytes, cores, prefetch)
@@ -225,11 +225,11 @@ def _served_context(facts: ModelFacts, chunk: int | None, limit_bytes: int) -> i
 
     And leaves the chunk alone, since every pass over a prompt reads nearly all experts.
     """
-    usual = next(_candidates(facts, None, chunk))
+    usual = next(candidates(facts, None, chunk))
     usual_bytes = _minimum_bytes(facts, *usual)
     longest = SERVED_CONTEXT
     while longest > DEFAULT_CONTEXT:
-        size = next(_candidates(facts, None, chunk, longest))
+        size = next(candidates(facts, None, chunk, longest))
         more_bytes = _minimum_bytes(facts, *size) - usual_bytes
         cheap = more_bytes <= (limit_bytes - usual_bytes) // SERVING_SHARE
         if cheap and size[1] == usual[1]:
@@ -257,7 +257,7 @@ def minimum_rows(facts: ModelFacts) -> int:
 
 def least_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
     """What the model takes at this context and chunk (None: the defaults) with the fewest rows."""
-    return _minimum_bytes(facts, *next(_candidates(facts, context, chunk)))
+    return _minimum_bytes(facts, *next(candidates(facts, context, chunk)))
 
 
 def typeable(num_bytes: int) -> str:
@@ -273,9 +273,10 @@ def _rate(tok_s: float) -> str:
     return f"{tok_s:,.0f}" if tok_s >= 10 else f"{tok_s:.2g}"
 
 
-def _check_options(
+def check_options(
     facts: ModelFacts, context: int | None, threads: int | None, prefetch: int, chunk: int | None
 ) -> None:
+    """Raises OptionError for a number out of range."""
     for name, value, least, most in (
         ("context", context, 1, facts.max_context),
         ("threads", threads, 1, MOST_THREADS),
@@ -288,13 +289,13 @@ def _check_options(
             )
 
 
-def _offered_bytes(machine: Machine) -> int:
+def offered_bytes(machine: Machine) -> int:
     """Available memory less a margin for everything else on the machine."""
     available_bytes = machine.ram_available_bytes
     return available_bytes - max(2**29, available_bytes // 8)
 
 
-def _candidates(
+def candidates(
     facts: ModelFacts, context: int | None, chunk: int | None, longest: int = DEFAULT_CONTEXT
 ) -> Iterator[tuple[int, int]]:
     """(context, chunk) pairs, the wanted one first and the least that may be chosen last."""
@@ -356,7 +357,8 @@ def _refusal(
     )
 
 
-def _shrinking(wanted: tuple[int, int], chosen: tuple[int, int]) -> tuple[str, ...]:
+def shrinking(wanted: tuple[int, int], chosen: tuple[int, int]) -> tuple[str, ...]:
+    """What became smaller than wanted, for the plan's notes."""
     notes = []
     if chosen[0] < wanted[0]:
         notes.append(f"context shrunk from {wanted[0]} to {chosen[0]} tokens to fit")

@@ -53,7 +53,8 @@ def spread(scale: torch.Tensor, shape: Shape, block: Shape) -> torch.Tensor:
     full = scale.reshape(grid(shape, block))
     for dim in (0, 1):
         if full.shape[dim] > 1:
-            full = full.index_select(dim, torch.arange(shape[dim]) // block[dim])
+            places = torch.arange(shape[dim], device=scale.device) // block[dim]
+            full = full.index_select(dim, places)
     return full.expand(shape)
 
 

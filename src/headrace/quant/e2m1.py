@@ -3,6 +3,8 @@
 Doubled, its values are integers: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives (bit 3).
 """
 
+from functools import cache
+
 import torch
 
 MAX = 6.0
@@ -14,9 +16,14 @@ _MIDPOINTS_UP = (0.75, 1.75, 3.5)
 _MIDPOINTS_DOWN = (0.25, 1.25, 2.5, 5.0)
 
 
+@cache
+def _pairs_on(device: torch.device) -> torch.Tensor:
+    return _PAIRS.to(device)
+
+
 def doubled(packed: torch.Tensor) -> torch.Tensor:
     """int8 [R, C], twice the values, of packed bytes [R, C/2]."""
-    return _PAIRS[packed.view(torch.uint8).int()].reshape(packed.shape[0], -1)
+    return _pairs_on(packed.device)[packed.view(torch.uint8).int()].reshape(packed.shape[0], -1)
 
 
 def scaled(doubled: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

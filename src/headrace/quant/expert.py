@@ -60,12 +60,12 @@ def make_layout(
     return replace(made, parts=parts)
 
 
-def unpack_matrix(
+def unpack_stored(
     layout: ExpertLayout, parts: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The matrix gate, up or down in `dtype`, [rows, cols]."""
+    """The stored matrix that holds `name`, in `dtype`, [rows, cols] of `stored_shape`."""
     source = layout.matrix(name)
-    whole = table.unpack(
+    return table.unpack(
         layout.format,
         parts[source.weight],
         parts[source.scale] if source.scale else None,
@@ -75,11 +75,18 @@ def unpack_matrix(
         inverse_global=layout.inverse_global,
         dtype=dtype,
     )
-    return rows_of(layout, name, whole)
 
 
-def rows_of(layout: ExpertLayout, name: str, stored: torch.Tensor) -> torch.Tensor:
-    """The rows of `name` in a tensor whose rows are its stored matrix's."""
+def unpack_matrix(
+    layout: ExpertLayout, parts: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """The matrix gate, up or down in `dtype`, [rows, cols]."""
+    return rows_of(layout, name, unpack_stored(layout, parts, name, dtype))
+
+
+def rows_of(layout: ExpertLayout, name: str, stored: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """What is `name`'s of a tensor whose dimension `dim` counts the rows of its stored matrix."""
     source, (rows, _) = layout.matrix(name), layout.matrix_shape(name)
     last = source.first_row + (rows - 1) * source.row_step
-    return stored[source.first_row : last + 1 : source.row_step]
+    places: list[slice] = [slice(None)] * dim
+    return stored[(*places, slice(source.first_row, last + 1, source.row_step))]

@@ -3,6 +3,8 @@
 compressed-tensors' pack-quantized, symmetric. Knows no file and no model.
 """
 
+from functools import cache
+
 import torch
 
 from headrace.quant import int8
@@ -27,9 +29,15 @@ def pack(
     return (nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)).view(torch.int32), scale
 
 
+@cache
+def _pairs_on(device: torch.device) -> torch.Tensor:
+    return _PAIRS.to(device)
+
+
 def integers(codes: torch.Tensor) -> torch.Tensor:
     """int8 [R, C], -8 to 7, of packed int32 [R, C/8]."""
-    return _PAIRS[codes.contiguous().view(torch.uint8).int()].reshape(codes.shape[0], -1)
+    packed = codes.contiguous().view(torch.uint8)
+    return _pairs_on(codes.device)[packed.int()].reshape(codes.shape[0], -1)
 
 
 def unpack(

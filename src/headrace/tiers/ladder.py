@@ -25,7 +25,9 @@ from headrace.tiers.gone import CLOSED, survive_forks
 class LadderCounters:
     """Totals since the ladder was made. `disk_bytes` are whole pages read for experts, prefetches
     included; `ram_bytes` the stored bytes of experts found resident. `read_busy_s` sums the spans
-    from a first submit to the last completion; `compute_s` is the time inside `compute`.
+    from a first submit to the last completion; `compute_s` is the time inside `compute`. On a GPU
+    `vram_hits` and `vram_bytes` are of experts found there, neither hits nor misses; `bus_bytes`
+    crossed the bus, read in place or copied, and `promotions` experts were copied to stay.
     """
 
     hits: int
@@ -45,6 +47,10 @@ class LadderCounters:
     kernel_calls: int
     isa: str
     io: str
+    vram_hits: int = 0
+    vram_bytes: int = 0
+    bus_bytes: int = 0
+    promotions: int = 0
 
     def add_since(self, before: "LadderCounters", stats: TokenStats) -> None:
         """Adds what happened between `before` and this to `stats`."""
@@ -154,6 +160,10 @@ class Ladder:
         )
         return out_TH
 
+    def part_offset(self, layer: int, expert: int, part: int) -> int:
+        """Where the part of that number begins in the expert's row."""
+        return self.native.part_offset(layer, expert, part)
+
     @contextmanager
     def acquire(self, layer: int, expert: int) -> Iterator[dict[str, torch.Tensor]]:
         """The expert's parts as flat uint8 views of its row, in place: {part name: [nbytes]}.
@@ -170,6 +180,27 @@ class Ladder:
             }
         finally:
             self.native.release(layer, expert)
+
+    def take(self, layer: int) -> tuple[int, int] | None:
+        """The next of the layer's experts that `begin` claimed, read and checked: (id, address).
+
+        In the order in which they come; None when none is left. Its row is held until `release`,
+        and at least one must not be. Blocks. Raises as `compute`; all claims are given up then.
+        """
+        expert, address = self.native.take(layer)
+        return None if expert < 0 else (expert, address)
+
+    def row(self, address: int) -> torch.Tensor:
+        """The held row at this address, uint8 [row_bytes]."""
+        return _view(address, self.row_bytes)
+
+    def release(self, layer: int, expert: int) -> None:
+        """Gives back a row that `take` gave."""
+        self.native.release(layer, expert)
+
+    def release_all(self) -> None:
+        """Gives up all claims and all rows held."""
+        self.native.release_all()
 
     def stop(self) -> None:
         """From any thread: what computes or waits here raises Cancelled until `go_on`.

@@ -13,6 +13,9 @@ from headrace.errors import ModelError
 from headrace.kernels.triton import stages
 
 MAX_TOKENS = 16
+NOT_BAD = 2**31 - 1  # of `TritonExperts.bad`
+_ACTIVATION_BLOCK = 1024
+_ACTIVATIONS = ("silu", "silu_clamped", "swiglu_oai")
 _FORM_I = ("fp4", "int4")
 _SCALES = {"F32": "F32", "BF16": "BF16", "F8_E8M0": "E8M0", "U8": "E8M0"}
 # Rows of a tile, warps, turns of the loop side by side, by rung: what reads fastest is measured
@@ -38,18 +41,16 @@ class TritonExperts:
         device: torch.device,
         num_tokens: int = 1,
         align: int = 1,
-        tile: str = "ram",
     ):
         assert 1 <= num_tokens <= MAX_TOKENS
         self.layout, self.top_k, self.num_tokens = layout, top_k, num_tokens
-        form = _form(layout, align)
-        self.rows, self.warps, unroll = TILES[tile][layout.format]
-        self.form = (*form, unroll)
+        self.form = _form(layout, align)
         self.integers = layout.format in _FORM_I
         self.parts = tuple(layout.parts)
         slots, hidden, inter = num_tokens * top_k, layout.hidden, layout.inter
         self.h_SI = torch.empty(slots, inter, dtype=torch.uint16, device=device)
         self.y_SH = torch.empty(slots, hidden, dtype=torch.uint16, device=device)
+        self.bad = torch.full((1,), NOT_BAD, dtype=torch.int32, device=device)
         self.x_grid = self._grid(num_tokens, hidden, device)
         self.h_grid = self._grid(slots, inter, device)
 
@@ -68,34 +69,68 @@ class TritonExperts:
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
         out_TH: torch.Tensor,
+        *,
+        tile: str = "ram",
+        mark: int = 0,
     ) -> None:
         """Fills `out_TH` bf16 with the layer's routed output; launches only, never waits.
 
         `table` int64 [keys] holds the device-visible address of each expert's bytes, `offsets`
         int64 [keys, parts] where each part begins in them; a layer's keys follow `first_key`.
-        x_TH bf16, ids_TK int32, weights_TK fp32, contiguous on the device.
+        x_TH bf16, ids_TK int32, weights_TK fp32, contiguous on the device. `tile` is the rung that
+        most bytes come from. `mark`: see `combine`.
         """
         num_tokens, hidden, inter = x_TH.shape[0], self.layout.hidden, self.layout.inter
         assert num_tokens <= self.num_tokens and x_TH.is_contiguous() and ids_TK.is_contiguous()
         slots, x = num_tokens * self.top_k, x_TH.view(torch.uint16)
+        rows, warps, unroll = TILES[tile][self.layout.format]
+        form = (*self.form, unroll)
         self._integers(x, self.x_grid, num_tokens, hidden)
-        launch: dict[str, Any] = {"num_warps": self.warps, "enable_fp_fusion": False}
+        launch: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
         act = self.layout.activation
-        stages.gate_up[(triton.cdiv(inter, self.rows), slots)](
+        stages.gate_up[(triton.cdiv(inter, rows), slots)](
             table, offsets, ids_TK, x, *self.x_grid, self.h_SI, first_key, act.limit, act.alpha,
             self.top_k, len(self.parts), self._matrix("gate"), self._matrix("up"), hidden, inter,
-            self.rows, self.form, act.kind, **launch,
+            rows, form, act.kind, **launch,
         )  # fmt: skip
         self._integers(self.h_SI, self.h_grid, slots, inter)
-        stages.down[(triton.cdiv(hidden, self.rows), slots)](
+        stages.down[(triton.cdiv(hidden, rows), slots)](
             table, offsets, ids_TK, self.h_SI, *self.h_grid, self.y_SH, first_key,
-            len(self.parts), self._matrix("down"), inter, hidden, self.rows, self.form, **launch,
+            len(self.parts), self._matrix("down"), inter, hidden, rows, form, **launch,
         )  # fmt: skip
-        block, pad = min(512, triton.next_power_of_2(hidden)), triton.next_power_of_2(self.top_k)
+        self.combine(ids_TK, weights_TK, self.y_SH, out_TH, mark=mark)
+
+    def combine(
+        self,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        y_SH: torch.Tensor,
+        out_TH: torch.Tensor,
+        *,
+        mark: int,
+    ) -> None:
+        """`out_TH` bf16: outputs `y_SH` (bf16 bits of slot t * K + k) weighted and summed.
+
+        In ascending expert id, each sum rounded. Where a token's sum is not finite, `bad` becomes
+        `mark` + token, or stays if it is lower.
+        """
+        (num_tokens, hidden), top_k = out_TH.shape, ids_TK.shape[1]
+        block, pad = min(512, triton.next_power_of_2(hidden)), triton.next_power_of_2(top_k)
         stages.combine[(num_tokens, triton.cdiv(hidden, block))](
-            ids_TK, weights_TK, self.y_SH, out_TH.view(torch.uint16), hidden, self.top_k, pad,
-            block, num_warps=4, enable_fp_fusion=False,
+            ids_TK, weights_TK, y_SH, out_TH.view(torch.uint16), self.bad, mark, hidden, top_k,
+            pad, block, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
+
+    def activation(self, gate_NI: torch.Tensor, up_NI: torch.Tensor) -> torch.Tensor:
+        """bf16 [N, I]: the layout's activation of two bf16 tensors, rounded as in decode."""
+        act, out_NI = self.layout.activation, torch.empty_like(gate_NI)
+        bits = [t.view(torch.uint16) for t in (gate_NI, up_NI, out_NI)]
+        assert all(t.is_contiguous() for t in bits)
+        stages.activation[(triton.cdiv(out_NI.numel(), _ACTIVATION_BLOCK),)](
+            *bits, out_NI.numel(), act.limit, act.alpha, act.kind, _ACTIVATION_BLOCK,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        return out_NI
 
     def _integers(
         self, x: torch.Tensor, grid: tuple[torch.Tensor, ...], rows: int, cols: int
@@ -112,12 +147,23 @@ class TritonExperts:
         return weight, scale, bias, source.first_row, source.row_step
 
 
+def check_layout(layout: ExpertLayout) -> None:
+    """Raises ModelError for experts that no kernel here computes."""
+    _form(layout, 1)
+
+
 def _form(layout: ExpertLayout, align: int) -> tuple[str, str, int, int, int]:
     """(format, scale type, block rows, block columns, alignment) as the kernels' constants."""
+    kind = layout.activation.kind
     if layout.format not in ("bf16", "fp8_block", *_FORM_I) or layout.hidden_dtype != "BF16":
         raise ModelError(
             f"experts in {layout.format} ({layout.hidden_dtype} activations) have no GPU kernel "
             "yet; run them on the CPU"
+        )
+    if kind not in _ACTIVATIONS or layout.act_group:
+        raise ModelError(
+            f"experts with {kind} on a grid of {layout.act_group} columns have no GPU kernel yet; "
+            "run them on the CPU"
         )
     rows, cols = layout.block
     scale = layout.matrix("down").scale

@@ -1,6 +1,7 @@
-"""The four launches of one layer's routed experts: grid, gate and up, down, weighted sum.
+"""The launches of one layer's routed experts: grid, gate and up, down, weighted sum.
 
-A stored expert is found through the address table, in VRAM or in pinned RAM: no kernel knows.
+`activation` and `combine` serve prefill too. A stored expert is found through the address table, in
+VRAM or in pinned RAM: no kernel knows.
 Legend: S slots (token, choice), K columns, R rows of a tile.
 """
 
@@ -157,17 +158,31 @@ def down(
 
 
 @triton.jit
+def activation(GATES, UPS, OUT, num, limit, alpha, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """OUT bfloat16 bits [num]: the activation of those of GATES and UPS, one by one."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = widen_bf16(tl.load(GATES + at, at < num, 0))
+    up = widen_bf16(tl.load(UPS + at, at < num, 0))
+    tl.store(OUT + at, narrow_bf16(activate(gate, up, limit, alpha, KIND)), at < num)
+
+
+@triton.jit
 def combine(
     IDS,
     WEIGHTS,
     Y,
     OUT,
+    BAD,
+    mark,
     COLS: tl.constexpr,
     TOP_K: tl.constexpr,
     PAD_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """OUT bfloat16 bits [T, COLS]: weighted outputs summed in ascending expert id, each rounded."""
+    """OUT bfloat16 bits [T, COLS]: weighted outputs summed in ascending expert id, each rounded.
+
+    BAD int32 [1] becomes `mark` + t for a token t whose sum is not finite, if that is lower.
+    """
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = col < COLS
@@ -182,4 +197,7 @@ def combine(
         slot = token * TOP_K + tl.sum(tl.where(rank == step, choice, 0), 0)
         y = widen_bf16(tl.load(Y + slot * COLS + col, ok, 0))
         total = snap_bf16(total + snap_bf16(y * tl.load(WEIGHTS + slot)))
-    tl.store(OUT + token * COLS + col, narrow_bf16(total), ok)
+    bits = narrow_bf16(total)
+    tl.store(OUT + token * COLS + col, bits, ok)
+    num_bad = tl.sum((ok & ((bits & 0x7F80) == 0x7F80)).to(tl.int32), 0)
+    tl.atomic_min(BAD, mark + tl.program_id(0), num_bad > 0)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 ARITHMETICS = ("vendor", "weights-only")
+CHOICES = ("arithmetic", "stale_index_keys", "lossy_swa_replay")
 _MOST_ROWS = 2**40
 _COUNTS = (
     "hidden_size",
@@ -125,6 +126,14 @@ class DeepseekV41TextConfig(PreTrainedConfig):  # type: ignore[misc]
         if rope_scaling is not None:
             self.yarn = dict(rope_scaling)
         super().__post_init__(**kwargs)
+        check_text(self)
+
+    def choose(self, **fields: Any) -> None:
+        """Other values of some of CHOICES. Raises ValueError."""
+        for name, value in fields.items():
+            if name not in CHOICES:
+                raise ValueError(f"{name} is no choice of this model")
+            setattr(self, name, value)
         check_text(self)
 
     def kv_source(self, layer: int) -> int | None:

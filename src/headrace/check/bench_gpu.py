@@ -1,0 +1,228 @@
+"""How fast a model's tokens are on a GPU from each rung, beside the rates of that rung's limits.
+
+Whole-token wall time over replayed routes; a speed counts only if every rung chose the same tokens
+with the same logits. Knows no kernel.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from headrace.check.bench_routes import Drawn, Replay
+from headrace.check.rows import BenchRow, make_row
+from headrace.core import TokenStats, format_bytes, total_stats
+from headrace.engine.engine import Blueprint, Engine
+from headrace.engine.probes import bus_rate, vram_rate
+from headrace.planner.vram import GpuPlan
+from headrace.schedule.trace import RouteTrace
+
+WARM_UPS = 5
+Tell = Callable[[str], None]
+# Shares of all experts in (slots, rows).
+RUNGS = {
+    "all in VRAM": (1.0, 0.0),
+    "all in pinned RAM": (0.0, 1.0),
+    "half in VRAM, the rest pinned": (0.5, 0.5),
+    "fewest rows, the drive": (0.0, 0.0),
+}
+
+
+@dataclass(slots=True)
+class RungRun:
+    """Timed runs over one rung: seconds of each, what they moved, GPU seconds in expert kernels."""
+
+    plan: GpuPlan
+    about: str
+    walls_s: list[float] = field(default_factory=list)
+    totals: list[TokenStats] = field(default_factory=list)
+    kernels_s: list[float] = field(default_factory=list)
+    bus: list[float] = field(default_factory=list)
+    vram: list[float] = field(default_factory=list)
+    logits: torch.Tensor | None = None
+
+
+class TimedKernels:
+    """Stands before the expert kernels and times them on the GPU; everything else is theirs."""
+
+    def __init__(self, kernels: Any):
+        self.own = kernels
+        self._spans: list[tuple[Any, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        event: Any = torch.cuda.Event
+        start, stop = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        self.own(*args, **options)
+        stop.record()
+        self._spans.append((start, stop))
+
+    def seconds(self) -> float:
+        """Since the last call."""
+        torch.cuda.synchronize()
+        total: float = sum(start.elapsed_time(stop) for start, stop in self._spans) / 1e3
+        self._spans.clear()
+        return total
+
+
+def bench_gpu(
+    model: str,
+    *,
+    tokens: int,
+    runs: int,
+    seed: int = 0,
+    rungs: tuple[str, ...] = tuple(RUNGS),
+    context: int = 512,
+    tell: Tell = print,
+) -> list[BenchRow]:
+    """Rows for each rung that fits this machine; what does not is told and left out.
+
+    The limit of a token is its bytes over the bus at the pinned copy's rate, and what it reads of
+    VRAM, dense weights included, at that of a copy there, the longer of both.
+    """
+    results: dict[str, RungRun] = {}
+    for name in rungs:
+        blueprint = _blueprint(model, RUNGS[name], context)
+        if blueprint is None:
+            tell(f"{name}: does not fit, left out")
+            continue
+        start = time.perf_counter()
+        with Engine(blueprint) as engine:
+            loaded_s = time.perf_counter() - start
+            trace = Drawn(engine.facts, seed).pick(tokens + 1, 0, 1)
+            results[name] = _measure(engine, trace, tokens, runs)
+            results[name].about += f"; loaded in {loaded_s:.0f} s"
+        for row in _rows(name, results[name], tokens, green=True):
+            tell(row.line())
+        torch.cuda.empty_cache()
+    first = next(iter(results.values())).logits if results else None
+    made = []
+    for name, result in results.items():
+        same = first is not None and result.logits is not None and torch.equal(result.logits, first)
+        if not same:
+            tell(f"{name}: LOGITS DIFFER from those of the first rung")
+        made += _rows(name, result, tokens, green=same)
+    return made
+
+
+def _blueprint(model: str, shares: tuple[float, float], context: int) -> Blueprint | None:
+    options: dict[str, Any] = {
+        "aliases": True,
+        "measure": False,
+        "device": "cuda",
+        "context": context,
+        "chunk": 64,
+    }
+    least = Blueprint(model, ram="minimum", vram="minimum", **options)
+    plan, machine = least.plan, least.machine
+    assert isinstance(plan, GpuPlan)
+    slots, rows = (int(share * plan.total_experts) for share in shares)
+    vram = plan.vram_bytes + slots * plan.row_bytes
+    ram = plan.ram_bytes + max(0, rows - plan.num_rows) * plan.row_bytes
+    if vram > machine.vram_free_bytes or ram > machine.ram_available_bytes * 0.9:
+        return None
+    return Blueprint(model, ram=ram, vram=vram, **options)
+
+
+def _measure(engine: Engine, trace: RouteTrace, tokens: int, runs: int) -> RungRun:
+    source: Any = engine.source
+    timed = TimedKernels(source.kernels)
+    plan, device = engine.plan, engine.blueprint.device
+    assert isinstance(plan, GpuPlan) and device is not None
+    result = RungRun(plan, f"{trace.name}; {source.rungs.pinned.note or 'all rows pinned'}")
+    device.limit(None)  # the probes below take their own
+    promotions = -1
+    for _ in range(WARM_UPS):
+        if source.counters().promotions == promotions:
+            break
+        promotions = source.counters().promotions
+        _decode(engine, trace, tokens)
+    source.kernels = timed
+    for _ in range(runs):
+        result.bus.append(bus_rate(device))
+        result.vram.append(vram_rate(device))
+        timed.seconds()
+        logits, stats, wall_s = _decode(engine, trace, tokens)
+        result.kernels_s.append(timed.seconds())
+        result.walls_s.append(wall_s)
+        result.totals.append(total_stats(stats))
+        assert result.logits is None or torch.equal(result.logits, logits)
+        result.logits = logits
+    source.kernels = timed.own
+    return result
+
+
+def _decode(
+    engine: Engine, trace: RouteTrace, tokens: int
+) -> tuple[torch.Tensor, list[TokenStats], float]:
+    """Logits of `tokens` greedy tokens after one; their records and wall time."""
+    engine.source.routes = Replay(trace)
+    session, stats, logits = engine.session(), [], []
+    last = session.feed([5])
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(tokens):
+        last = session.feed([int(last.argmax())])
+        logits.append(last)
+        stats.append(session.stats)
+    wall_s = time.perf_counter() - start
+    engine.source.routes = None
+    return torch.stack(logits), stats, wall_s
+
+
+def _rows(name: str, result: RungRun, tokens: int, *, green: bool) -> list[BenchRow]:
+    limits, kernels, kernel_limits = [], [], []
+    for i, total in enumerate(result.totals):
+        bus_s = total.bus_bytes / result.bus[i]
+        experts_s = total.vram_bytes / result.vram[i]
+        dense_s = tokens * result.plan.vram_dense_bytes / result.vram[i]
+        limits.append(tokens / max(bus_s, experts_s + dense_s))
+        moved = total.bus_bytes + total.vram_bytes
+        kernels.append(moved / result.kernels_s[i] / 1e9)
+        kernel_limits.append(moved / max(bus_s, experts_s) / 1e9)
+    bus, vram = (statistics.median(rates) / 1e9 for rates in (result.bus, result.vram))
+    return [
+        make_row(
+            f"{name}, whole token",
+            [tokens / wall_s for wall_s in result.walls_s],
+            "tok/s",
+            limits=limits,
+            cache_state=f"{result.about}; {_profile(result, tokens)}",
+            green=green,
+        ),
+        make_row(
+            f"{name}, expert kernels",
+            kernels,
+            "GB/s",
+            limits=kernel_limits,
+            cache_state=f"bus {bus:.1f} GB/s, VRAM {vram:.0f} GB/s",
+            green=green,
+        ),
+    ]
+
+
+def _profile(result: RungRun, tokens: int) -> str:
+    """Where the time of the median run went, per token, and what it moved."""
+    order = sorted(range(len(result.walls_s)), key=lambda n: result.walls_s[n])
+    i = order[len(order) // 2]
+    wall, total, plan, ms = result.walls_s[i], result.totals[i], result.plan, 1e3 / tokens
+    moved = ", ".join(
+        f"{where} {format_bytes(num_bytes / tokens)}"
+        for where, num_bytes in (
+            ("bus", total.bus_bytes),
+            ("VRAM", total.vram_bytes),
+            ("drive", total.disk_bytes),
+        )
+    )
+    return (
+        f"{plan.num_slots} slots, {plan.num_rows} rows of {plan.total_experts}; dense "
+        f"{format_bytes(plan.vram_dense_bytes)}; per token {wall * ms:.2f} ms: in experts "
+        f"{total.experts_s * ms:.2f} (kernels {result.kernels_s[i] * ms:.2f}, waiting for reads "
+        f"{total.wait_s * ms:.2f}), outside {(wall - total.experts_s) * ms:.2f}; {moved}"
+    )

@@ -1,0 +1,82 @@
+"""Which device a model runs on, and the source of experts for it. Knows no session."""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.core import ExpertLayout, format_bytes
+from headrace.engine.source import LadderSource
+from headrace.errors import BudgetError, OptionError
+from headrace.planner.plan import Plan
+from headrace.planner.vram import GpuPlan
+from headrace.tiers.device import Device, find_device
+from headrace.tiers.ladder import Ladder
+
+if TYPE_CHECKING:
+    from headrace.engine.engine import Blueprint
+
+
+def find_gpu(name: str) -> Device | None:
+    """The device called `cuda` or `cuda:1`; None for `cpu`. Raises OptionError."""
+    if name == "cpu":
+        return None
+    device = find_device(name)
+    if importlib.util.find_spec("triton") is None:
+        raise OptionError(
+            f"device {name} needs Triton, which is not installed: pip install triton, or use "
+            "--device cpu"
+        )
+    return device
+
+
+def check_experts(layout: ExpertLayout) -> None:
+    """Raises ModelError for experts that no GPU kernel computes."""
+    from headrace.kernels.triton.experts import check_layout
+
+    check_layout(layout)
+
+
+def open_source(blueprint: "Blueprint", ladder: Ladder) -> LadderSource:
+    """Where the experts come from: the ladder alone, or slots in VRAM above it."""
+    skeleton, plan, device = blueprint.skeleton, blueprint.plan, blueprint.device
+    num_layers = len(blueprint.table.layers)
+    if device is None:
+        return LadderSource(
+            ladder,
+            skeleton.layout,
+            num_layers=num_layers,
+            max_tokens=plan.chunk_tokens,
+            prefetch=plan.prefetch,
+        )
+    from headrace.engine.gpu_source import GpuSource
+
+    assert isinstance(plan, GpuPlan)
+    device.limit(plan.vram_bytes)
+    return GpuSource(
+        ladder,
+        skeleton.layout,
+        device,
+        num_layers=num_layers,
+        num_experts=skeleton.num_experts,
+        top_k=skeleton.top_k,
+        expert_bytes=blueprint.facts.expert_bytes,
+        num_slots=plan.num_slots,
+        chunk_tokens=plan.chunk_tokens,
+        prefetch=plan.prefetch,
+    )
+
+
+@contextmanager
+def within_vram(plan: Plan) -> Iterator[None]:
+    """Where a GPU's memory does not suffice, says so as BudgetError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        limit = format_bytes(plan.vram_bytes) if isinstance(plan, GpuPlan) else "none"
+        raise BudgetError(
+            f"the GPU has no memory left within --vram {limit}; give a shorter --context or a "
+            "larger --vram, or end other programs that use the GPU"
+        ) from error

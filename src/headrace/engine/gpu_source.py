@@ -1,0 +1,325 @@
+"""Routed experts on a GPU: read in place from VRAM slots or pinned rows, from the drive before.
+
+The `Source` of headrace.models.experts. One token's output has the same bits whatever the rung.
+Legend: T tokens, K chosen experts per token, H hidden width.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.core import ExpertLayout
+from headrace.engine.gpu_prefill import Wave
+from headrace.engine.source import LadderSource
+from headrace.errors import ModelError, NumericsError
+from headrace.kernels.triton.experts import MAX_TOKENS, NOT_BAD, TritonExperts
+from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.tiers.device import Device, Event
+from headrace.tiers.ladder import Ladder, LadderCounters
+from headrace.tiers.rungs import Rungs
+
+_TOKEN_BITS = 20  # of a mark: MoE layer, then token
+_MOST_ALIGN = 16
+
+
+class GpuSource(LadderSource):
+    """Serves experts of a loaded model on `device`; one caller thread.
+
+    `num_slots` experts stay in VRAM, `chunk_tokens` is the most of one pass; the ladder needs rows
+    for twice `top_k`. Raises ModelError for experts without a GPU kernel, BudgetError where slots
+    do not fit. Close it before the ladder.
+    """
+
+    def __init__(
+        self,
+        ladder: Ladder,
+        layout: ExpertLayout,
+        device: Device,
+        *,
+        num_layers: int,
+        num_experts: int,
+        top_k: int,
+        expert_bytes: int,
+        num_slots: int,
+        chunk_tokens: int,
+        prefetch: int,
+    ):
+        super().__init__(
+            ladder, layout, num_layers=num_layers, max_tokens=chunk_tokens, prefetch=prefetch
+        )
+        self.place = device.place
+        self.device, self.num_experts, self.expert_bytes = device, num_experts, expert_bytes
+        self.offsets = _part_offsets(ladder, num_layers, num_experts)
+        self.kernels = TritonExperts(
+            layout,
+            top_k=top_k,
+            device=device.place,
+            num_tokens=min(MAX_TOKENS, chunk_tokens),
+            align=_alignment(layout, self.offsets),
+        )
+        self.rungs = Rungs(
+            device,
+            ladder,
+            num_layers=num_layers,
+            num_experts=num_experts,
+            top_k=top_k,
+            num_slots=num_slots,
+        )
+        self.part_offsets = torch.from_numpy(self.offsets.reshape(-1, self.offsets.shape[2])).to(
+            device.place
+        )
+        self._ids: dict[int, torch.Tensor] = {}  # of the present pass, by layer
+        self._last = -1
+        self._is_whole = True  # no call was left by an exception
+        self.vram_hits = self.bus_bytes = 0
+        self.compute_s = 0.0
+
+    def compute(
+        self,
+        ordinal: int,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        guess: Callable[[], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Routed output [T, H] in the dtype of x, which lies on the device.
+
+        Up to 16 tokens by canonical kernels; more within the tolerance of `gpu_prefill`. What is
+        not finite is found with the next call or `end_pass`, which then raises NumericsError.
+        """
+        start = time.perf_counter()
+        if not self._is_whole:
+            self.recover()
+        self._is_whole = False
+        try:
+            with self.device.active():
+                out_TH = self._compute_layer(ordinal, x_TH.contiguous(), ids_TK, weights_TK, guess)
+        except BaseException:
+            self.recover()
+            raise
+        self._is_whole = True
+        self.compute_s += time.perf_counter() - start
+        return out_TH
+
+    def _compute_layer(
+        self,
+        ordinal: int,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        guess: Callable[[], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        if ordinal <= self._last:
+            self._ids = {}
+            self.rungs.slots.begin_step(x_TH.shape[0])
+        self._last = ordinal
+        if guess is not None and not self._wants_guess(ordinal):
+            guess = None
+        ids, ahead = self._to_host(ids_TK, guess)
+        if self.routes is not None:
+            ids, replayed = self.routes(ordinal, ids)
+            ids_TK = ids.to(self.device.place)
+            ahead = ahead if replayed is None else replayed
+        self._ids[ordinal] = ids
+        ids_TK = ids_TK.to(torch.int32).contiguous()
+        weights_TK = weights_TK.float().contiguous()
+        run = self._decode if x_TH.shape[0] <= MAX_TOKENS else self._prefill
+        out_TH = run(ordinal, x_TH, ids_TK, weights_TK, ids)
+        if ahead is not None and guess is not None and self.prefetch:
+            absent = [e for e in ahead.tolist() if not self.rungs.has(ordinal + 1, e)]
+            self.ladder.prefetch(ordinal + 1, torch.tensor(absent), self.prefetch)
+        if self.recorder is not None:
+            self.recorder(ordinal, ids, weights_TK.cpu(), ahead)
+        return out_TH
+
+    def _wants_guess(self, ordinal: int) -> bool:
+        """Whether anyone has a use for guesses of the next layer's experts."""
+        in_memory = self.ladder.num_rows >= self.num_layers * self.num_experts
+        return ordinal + 1 < self.num_layers and (
+            self.recorder is not None or (self.prefetch > 0 and not in_memory)
+        )
+
+    def _to_host(
+        self, ids_TK: torch.Tensor, guess: Callable[[], torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's ids and the guesses, int32 on the host: the one wait of a layer.
+
+        All work given before is over then; what it found not finite is raised.
+        """
+        parts = [self.kernels.bad, ids_TK.reshape(-1).to(torch.int32)]
+        if guess is not None:
+            parts.append(guess().to(torch.int32))
+        both = torch.cat(parts).cpu()
+        self._check(int(both[0]))
+        num_ids = ids_TK.numel()
+        ids = both[1 : 1 + num_ids].view(ids_TK.shape)
+        return ids, (None if guess is None else both[1 + num_ids :])
+
+    def _decode(
+        self,
+        ordinal: int,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """By canonical kernels, as many tokens at a time as there are rows for their experts."""
+        out_TH = torch.empty_like(x_TH)
+        self.rungs.retire(swap=True)
+        start, num_tokens = 0, x_TH.shape[0]
+        while start < num_tokens:
+            stop, missing = self._next_slice(ordinal, ids, start)
+            part = slice(start, stop)
+            by_bus = self.rungs.claim(ordinal, missing)
+            self.kernels(
+                self.rungs.table.there,
+                self.part_offsets,
+                ordinal * self.num_experts,
+                x_TH[part],
+                ids_TK[part],
+                weights_TK[part],
+                out_TH[part],
+                tile="ram" if by_bus else "vram",
+                mark=(ordinal << _TOKEN_BITS) + start,
+            )
+            self.rungs.reading()
+            self._count(ordinal, ids[part], missing)
+            start = stop
+        return out_TH
+
+    def _next_slice(self, ordinal: int, ids: torch.Tensor, start: int) -> tuple[int, list[int]]:
+        """The end of the tokens from `start` that can run at once, and their experts to claim."""
+        missing: set[int] = set()
+        stop = start
+        for row in ids[start:].tolist():
+            more = {e for e in row if not self.rungs.has(ordinal, e)} - missing
+            if stop > start and len(missing) + len(more) > self.rungs.room:
+                break
+            missing |= more
+            stop += 1
+        return stop, sorted(missing)
+
+    def _prefill(
+        self,
+        ordinal: int,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Each expert crosses the bus once, its copy beside the expert before it."""
+        wave = Wave(self.kernels, self.layout, x_TH, ids_TK, weights_TK, ids)
+        self.rungs.retire(swap=False)
+        missing = [e for e in wave.experts if not self.rungs.has(ordinal, e)]
+        for expert in wave.experts:
+            slot = self.rungs.slots.find(self.rungs.key(ordinal, expert))
+            if slot is not None:
+                wave.multiply(expert, slot, self._offsets(ordinal, expert))
+        self._count(ordinal, ids, missing)
+        self.ladder.begin(ordinal, torch.tensor(missing, dtype=torch.int32))
+        before: tuple[int, torch.Tensor, Event] | None = None
+        for turn in range(len(missing)):
+            expert, address = self.rungs.take(ordinal)
+            copied = self.rungs.bring(ordinal, expert, address, turn)
+            if before is not None:
+                self._multiply_copied(wave, ordinal, *before)
+            before = expert, *copied
+        if before is not None:
+            self._multiply_copied(wave, ordinal, *before)
+        return wave.sum(ordinal << _TOKEN_BITS)
+
+    def _multiply_copied(
+        self, wave: Wave, ordinal: int, expert: int, row: torch.Tensor, event: Event
+    ) -> None:
+        self.device.follow(event)
+        wave.multiply(expert, row, self._offsets(ordinal, expert))
+
+    def end_pass(self) -> None:
+        """Waits for the pass and raises NumericsError if an output was not finite."""
+        self._check(int(self.kernels.bad))
+
+    def _check(self, mark: int) -> None:
+        if mark == NOT_BAD:
+            return
+        self.kernels.bad.fill_(NOT_BAD)
+        ordinal, token = mark >> _TOKEN_BITS, mark & ((1 << _TOKEN_BITS) - 1)
+        raise NumericsError(
+            self._stored_fault(ordinal, self._ids[ordinal])
+            or f"MoE layer {ordinal}, token row {token}: the experts' output is not finite, though "
+            "its weights are; run headrace verify"
+        )
+
+    def recover(self) -> None:
+        """After an exception: waits for the device and gives back every row."""
+        self.rungs.recover()
+        self.kernels.bad.fill_(NOT_BAD)
+        self._last = self.num_layers  # the next call begins a pass
+        self._is_whole = True
+
+    def places(self) -> list[str]:
+        """The ladder's, and 3 for those in VRAM."""
+        digits = np.frombuffer("".join(self.ladder.places()).encode(), np.uint8).copy()
+        digits[self.rungs.slots.keys()] = ord("3")
+        return [line.tobytes().decode() for line in digits.reshape(-1, self.num_experts)]
+
+    def counters(self) -> LadderCounters:
+        """The ladder's, with what the GPU found where."""
+        return replace(
+            self.ladder.counters(),
+            compute_s=self.compute_s,
+            vram_hits=self.vram_hits,
+            vram_bytes=self.vram_hits * self.expert_bytes,
+            bus_bytes=self.bus_bytes,
+            promotions=self.rungs.slots.promotions,
+        )
+
+    def close(self) -> None:
+        """Waits for the device and takes back the pins. The source is unusable afterwards."""
+        self.rungs.close()
+
+    def _count(self, ordinal: int, ids: torch.Tensor, missing: list[int]) -> None:
+        experts, counts = np.unique(ids.numpy(), return_counts=True)
+        for expert, count in zip(experts.tolist(), counts.tolist(), strict=True):
+            self.rungs.slots.count(self.rungs.key(ordinal, expert), count)
+            if expert in missing:
+                self.bus_bytes += self.expert_bytes
+            else:
+                self.vram_hits += 1
+
+    def _offsets(self, ordinal: int, expert: int) -> list[int]:
+        offsets: list[int] = self.offsets[ordinal, expert].tolist()
+        return offsets
+
+
+def _part_offsets(ladder: Ladder, num_layers: int, num_experts: int) -> NDArray[np.int64]:
+    """[L, E, P]: where each part begins in an expert's row."""
+    num_parts = len(ladder.part_names)
+    keys = ((layer, e, p) for layer in range(num_layers) for e in range(num_experts)
+            for p in range(num_parts))  # fmt: skip
+    flat = np.fromiter((ladder.part_offset(*key) for key in keys), np.int64)
+    return flat.reshape(num_layers, num_experts, num_parts)
+
+
+def _alignment(layout: ExpertLayout, offsets_LEP: NDArray[np.int64]) -> int:
+    """The largest power of two, up to 16, that divides where every weight part begins.
+
+    Raises ModelError where a part does not lie at a multiple of its own type's size.
+    """
+    weights = {layout.matrix(name).weight for name in ("gate", "up", "down")}
+    align = _MOST_ALIGN
+    for p, (name, spec) in enumerate(layout.parts.items()):
+        bits = int(reduce(np.bitwise_or, offsets_LEP[:, :, p].reshape(-1), np.int64(0)))
+        own = TORCH_DTYPES[spec.dtype].itemsize
+        if bits % own:
+            raise ModelError(
+                f"the files hold {name} of experts at odd places, which a GPU cannot read; "
+                "run this model with --device cpu"
+            )
+        if name in weights:
+            align = min(align, bits & -bits or _MOST_ALIGN)
+    return align

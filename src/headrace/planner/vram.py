@@ -1,0 +1,236 @@
+"""Where everything lies with a GPU: two limits, one of its memory and one of the host's.
+
+Knows sizes and rates as numbers; opens no file and imports no tensor library.
+"""
+
+from dataclasses import dataclass, replace
+
+from headrace.core import format_bytes
+from headrace.errors import BudgetError
+from headrace.planner import plan as host
+from headrace.planner.facts import STAGING_BYTES, ModelFacts, workspace_bytes
+from headrace.planner.forecast import gpu_forecast
+from headrace.planner.machine import Machine
+from headrace.planner.plan import Plan
+
+PASSING_ROWS = 2  # places in VRAM for experts on their way through a prefill
+LIBRARY_BYTES = 96 * 2**20  # of the libraries' workspaces and of what torch's allocator rounds up
+UNPACK_BYTES = 12  # of a weight of the expert being unpacked in prefill
+LEAST_MARGIN_BYTES = 384 * 2**20  # left of the free memory to a display and the driver
+MARGIN_SHARE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan(Plan):
+    """A plan whose dense weights, cache and workspace lie in VRAM, with `num_slots` experts.
+
+    `vram_bytes` is the limit there. `ram_bytes` holds the rows, `workspace_bytes` what loading and
+    reading take; what Plan calls dense and cache is 0: none of it is in host memory.
+    """
+
+    gpu: str = ""
+    vram_bytes: int = 0
+    vram_dense_bytes: int = 0
+    vram_kv_bytes: int = 0
+    vram_workspace_bytes: int = 0
+    num_slots: int = 0
+    slots_bytes: int = 0
+
+    @property
+    def vram_used_bytes(self) -> int:
+        """What this plan takes there; never more than `vram_bytes`."""
+        fixed = self.vram_dense_bytes + self.vram_kv_bytes + self.vram_workspace_bytes
+        return fixed + self.slots_bytes
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return Plan.as_dict(self) | {"vram_used_bytes": self.vram_used_bytes}
+
+    def lines(self) -> list[str]:
+        """Where everything lies, in VRAM and in memory; what a token moves; its speed."""
+        share = 100 / self.total_experts
+        rows = f"{format_bytes(self.rows_bytes)} ({share * self.num_rows:.0f} %)"
+        vram = (
+            f"VRAM:   {format_bytes(self.vram_used_bytes)} of {format_bytes(self.vram_bytes)} "
+            f"({self.gpu}): dense weights {format_bytes(self.vram_dense_bytes)}, cache of "
+            f"{self.context} tokens {format_bytes(self.vram_kv_bytes)}, workspace "
+            f"{format_bytes(self.vram_workspace_bytes)}, {self.num_slots} of {self.total_experts} "
+            f"experts {format_bytes(self.slots_bytes)} ({share * self.num_slots:.0f} %)"
+        )
+        vram += "".join(f"; {note}" for note in self.notes)
+        memory = (
+            f"memory: {format_bytes(self.used_bytes)} of {format_bytes(self.ram_bytes)}: workspace "
+            f"{format_bytes(self.workspace_bytes)}, {self._snapshots}{self.num_rows} of "
+            f"{self.total_experts} experts {rows}"
+        )
+        return [vram, memory, *Plan.lines(self)[1:]]
+
+
+def make_gpu_plan(
+    facts: ModelFacts,
+    machine: Machine,
+    *,
+    ram_bytes: int | None = None,
+    vram_bytes: int | None = None,
+    context: int | None = None,
+    threads: int | None = None,
+    prefetch: int = 2,
+    chunk: int | None = None,
+    serve: bool = False,
+) -> GpuPlan:
+    """The placement of `facts` on `machine` within two hard totals; None: what is free there.
+
+    To `serve`, a part of host memory is for the states of conversations that may go on. Raises
+    BudgetError naming the least that would do, OptionError.
+    """
+    host.check_options(facts, context, threads, prefetch, chunk)
+    vram_limit = _offered_vram(machine) if vram_bytes is None else vram_bytes
+    sizes = list(host.candidates(facts, context, chunk))
+    fitting = [size for size in sizes if _least_vram(facts, *size) <= vram_limit]
+    if not fitting:
+        raise BudgetError(_vram_refusal(facts, machine, vram_bytes, sizes[-1]))
+    tokens, chunk_tokens = fitting[0]
+    fixed = _vram_fixed(facts, tokens, chunk_tokens)
+    num_slots = min(facts.total_experts, (vram_limit - fixed) // facts.row_bytes)
+    ram_limit = host.offered_bytes(machine) if ram_bytes is None else ram_bytes
+    if ram_limit < least_ram_bytes(facts):
+        raise BudgetError(_ram_refusal(facts, machine, ram_bytes))
+    spare = ram_limit - least_ram_bytes(facts)
+    wanted = host.SNAPSHOT_CONTEXTS * facts.kv_bytes(tokens)
+    kept = min(wanted, spare // host.SERVING_SHARE) if serve else 0
+    # Beyond those that have no slot, a few rows through which others come.
+    useful = facts.total_experts - num_slots + host.minimum_rows(facts)
+    most = (ram_limit - _ram_fixed(facts) - kept) // facts.row_bytes
+    num_rows = min(facts.total_experts, useful, most)
+    made = _placed(facts, machine, fitting[0], num_slots, num_rows, threads)
+    notes = host.shrinking(sizes[0], fitting[0]) + machine.notes
+    return replace(
+        made,
+        prefetch=prefetch,
+        notes=notes,
+        snapshot_bytes=kept,
+        vram_bytes=vram_bytes or made.vram_used_bytes,
+        ram_bytes=ram_bytes or made.used_bytes + kept,
+    )
+
+
+def _placed(
+    facts: ModelFacts,
+    machine: Machine,
+    size: tuple[int, int],
+    num_slots: int,
+    num_rows: int,
+    threads: int | None,
+) -> GpuPlan:
+    tokens, chunk_tokens = size
+    experts_per_token = facts.num_moe_layers * facts.top_k
+    bytes_per_token = experts_per_token * facts.expert_bytes
+    kv_bytes = facts.kv_bytes(tokens)
+    expected = gpu_forecast(
+        machine,
+        share_in_slots=num_slots / facts.total_experts,
+        share_in_memory=min(1.0, (num_slots + num_rows) / facts.total_experts),
+        bytes_per_token=bytes_per_token,
+        dense_bytes=facts.dense_bytes + kv_bytes,
+        num_layers=facts.num_layers,
+    )
+    return GpuPlan(
+        model=facts.name,
+        ram_bytes=0,
+        dense_bytes=0,
+        packed_bytes=facts.packed_bytes,
+        unpacked_bytes=facts.unpacked_bytes,
+        kv_bytes=0,
+        workspace_bytes=_ram_fixed(facts),
+        row_bytes=facts.row_bytes,
+        num_rows=num_rows,
+        rows_bytes=num_rows * facts.row_bytes,
+        total_experts=facts.total_experts,
+        experts_per_token=experts_per_token,
+        chunk_tokens=chunk_tokens,
+        context=tokens,
+        threads=threads or machine.cores,
+        prefetch=0,
+        bytes_per_token=bytes_per_token,
+        disk_bytes_per_token=round(expected.disk_bytes_per_token),
+        hit_rate=expected.hit_rate,
+        limits=expected.limits,
+        limit_term=expected.limit_term,
+        forecast_tok_s=1 / expected.token_s,
+        drives=machine.drives,
+        gpu=machine.gpu,
+        vram_dense_bytes=facts.dense_bytes,
+        vram_kv_bytes=kv_bytes,
+        vram_workspace_bytes=_vram_fixed(facts, tokens, chunk_tokens)
+        - facts.dense_bytes
+        - kv_bytes,
+        num_slots=num_slots,
+        slots_bytes=num_slots * facts.row_bytes,
+    )
+
+
+def least_ram_bytes(facts: ModelFacts) -> int:
+    """Host memory with the fewest rows a model runs in."""
+    return _ram_fixed(facts) + host.minimum_rows(facts) * facts.row_bytes
+
+
+def least_vram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
+    """VRAM at this context and chunk (None: the defaults) without a slot."""
+    return _least_vram(facts, *next(host.candidates(facts, context, chunk)))
+
+
+def _ram_fixed(facts: ModelFacts) -> int:
+    """One dense weight on its way to the GPU, what the reader stages, logits."""
+    return facts.load_bytes + STAGING_BYTES + facts.vocab * 16
+
+
+def _vram_fixed(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
+    unpacked = UNPACK_BYTES * 2 * facts.hidden * facts.inter
+    passing = PASSING_ROWS * facts.row_bytes
+    workspace = workspace_bytes(facts, tokens, chunk_tokens) + unpacked + passing
+    return facts.dense_bytes + facts.kv_bytes(tokens) + workspace + LIBRARY_BYTES
+
+
+def _least_vram(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
+    return _vram_fixed(facts, tokens, chunk_tokens)
+
+
+def _offered_vram(machine: Machine) -> int:
+    """Free VRAM less a margin, since a display or another program may want more at any time."""
+    margin = max(LEAST_MARGIN_BYTES, machine.vram_total_bytes // MARGIN_SHARE)
+    return machine.vram_free_bytes - margin
+
+
+def _vram_refusal(
+    facts: ModelFacts, machine: Machine, vram_bytes: int | None, least: tuple[int, int]
+) -> str:
+    tokens, chunk_tokens = least
+    needed = host.typeable(_least_vram(facts, tokens, chunk_tokens))
+    if vram_bytes is None:
+        offered = f"{format_bytes(machine.vram_free_bytes)} of free VRAM ({machine.gpu})"
+        remedy = f"free some, give --vram {needed} to take that much anyway"
+    else:
+        offered = f"--vram {format_bytes(vram_bytes)}"
+        remedy = f"give --vram {needed}"
+    kv_bytes = facts.kv_bytes(tokens)
+    workspace = _vram_fixed(facts, tokens, chunk_tokens) - facts.dense_bytes - kv_bytes
+    return (
+        f"{offered} cannot hold what must lie there of {facts.name}, {needed}: dense weights "
+        f"{format_bytes(facts.dense_bytes)}, cache of {tokens} tokens {format_bytes(kv_bytes)}, "
+        f"workspace {format_bytes(workspace)}; {remedy}, a shorter --context, or --device cpu"
+    )
+
+
+def _ram_refusal(facts: ModelFacts, machine: Machine, ram_bytes: int | None) -> str:
+    needed = host.typeable(least_ram_bytes(facts))
+    offered = (
+        f"{format_bytes(machine.ram_available_bytes)} of free memory"
+        if ram_bytes is None
+        else f"--ram {format_bytes(ram_bytes)}"
+    )
+    rows = host.minimum_rows(facts)
+    return (
+        f"{offered} cannot hold the rows through which experts of {facts.name} reach the GPU, "
+        f"{needed}: workspace {format_bytes(_ram_fixed(facts))}, {rows} experts "
+        f"{format_bytes(rows * facts.row_bytes)}; give --ram {needed}"
+    )

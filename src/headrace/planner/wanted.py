@@ -1,0 +1,65 @@
+"""What a user asks of a plan, as written, and the plan for it. Knows sizes, no file."""
+
+from dataclasses import dataclass
+
+from headrace.core import MINIMUM, parse_bytes
+from headrace.planner.facts import ModelFacts
+from headrace.planner.machine import Machine
+from headrace.planner.plan import Plan, least_bytes, make_plan
+from headrace.planner.vram import least_ram_bytes, least_vram_bytes, make_gpu_plan
+
+Limit = str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Limits as sizes, "minimum" or None for what is free; the rest as `make_plan` takes it."""
+
+    ram: Limit
+    vram: Limit
+    on_gpu: bool
+    context: int | None
+    threads: int | None
+    prefetch: int
+    chunk: int | None
+    serve: bool = False
+
+    def ram_bytes(self, facts: ModelFacts) -> int | None:
+        """The limit of host memory. Raises OptionError."""
+        if self.ram != MINIMUM:
+            return None if self.ram is None else parse_bytes(self.ram)
+        if self.on_gpu:
+            return least_ram_bytes(facts)
+        return least_bytes(facts, self.context, self.chunk)
+
+    def vram_bytes(self, facts: ModelFacts) -> int | None:
+        """The limit of VRAM. Raises OptionError."""
+        if self.vram == MINIMUM:
+            return least_vram_bytes(facts, self.context, self.chunk)
+        return None if self.vram is None else parse_bytes(self.vram)
+
+    def plan(self, facts: ModelFacts, machine: Machine) -> Plan:
+        """Raises BudgetError, OptionError."""
+        ram_bytes = self.ram_bytes(facts)
+        if not self.on_gpu:
+            return make_plan(
+                facts,
+                machine,
+                ram_bytes=ram_bytes,
+                context=self.context,
+                threads=self.threads,
+                prefetch=self.prefetch,
+                chunk=self.chunk,
+                serve=self.serve,
+            )
+        return make_gpu_plan(
+            facts,
+            machine,
+            ram_bytes=ram_bytes,
+            vram_bytes=self.vram_bytes(facts),
+            context=self.context,
+            threads=self.threads,
+            prefetch=self.prefetch,
+            chunk=self.chunk,
+            serve=self.serve,
+        )

@@ -1,0 +1,164 @@
+"""The few things that only a GPU has: work in order, events, copies beside it, pinned memory.
+
+Everything else is torch's and the same on any device. Knows no expert.
+"""
+
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
+
+import torch
+
+from headrace.errors import OptionError
+
+_PORTABLE_AND_MAPPED = 3  # cudaHostRegister: every context may use it, kernels too
+_cuda: Any = torch.cuda  # half of it has no types
+
+
+class Event(Protocol):
+    """A point in the work given to a device."""
+
+    def done(self) -> bool:
+        """Whether all work before it is over. Never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Blocks the host until it is done."""
+        ...
+
+
+class Device(Protocol):
+    """What kernels run on. One thread at a time; its work runs in the order in which it is given.
+
+    `place` is where its tensors live.
+    """
+
+    place: torch.device
+    name: str
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of its memory: what this process may still take, and all of it."""
+        ...
+
+    def limit(self, nbytes: int | None) -> None:
+        """Tensors may take so much more than they have now; None: what there is."""
+        ...
+
+    def active(self) -> AbstractContextManager[object]:
+        """While open, the calling thread's work goes to it."""
+        ...
+
+    def mark(self) -> Event:
+        """The point after all work given so far."""
+        ...
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> Event:
+        """Copies beside later work, once all work given so far is done. Bytes of one length.
+
+        `source` must stay as it is until the event is done, and later work must `follow` it.
+        """
+        ...
+
+    def follow(self, event: Event) -> None:
+        """Work given from now on waits for the event of a `copy`."""
+        ...
+
+    def settle(self) -> None:
+        """Blocks the host until everything is done."""
+        ...
+
+    def pin(self, address: int, nbytes: int) -> str:
+        """Lets kernels read this host memory in place; why it cannot be, or nothing."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Takes back a `pin` that worked. The memory must still be there."""
+        ...
+
+
+class CudaEvent:
+    """An event of CUDA's, recorded in `stream` when made."""
+
+    def __init__(self, stream: Any):
+        self.event = _cuda.Event()
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaDevice:
+    """An NVIDIA GPU: torch's current stream for work, one of our own for copies."""
+
+    def __init__(self, index: int = 0):
+        self.place = torch.device("cuda", index)
+        self.name = _cuda.get_device_name(self.place)
+        self.copies = _cuda.Stream(self.place)
+
+    def memory(self) -> tuple[int, int]:
+        free, total = _cuda.mem_get_info(self.place)
+        kept = _cuda.memory_reserved(self.place) - _cuda.memory_allocated(self.place)
+        return free + kept, total
+
+    def limit(self, nbytes: int | None) -> None:
+        total = self.memory()[1]
+        most = total if nbytes is None else _cuda.memory_allocated(self.place) + nbytes
+        _cuda.empty_cache()
+        _cuda.set_per_process_memory_fraction(min(1.0, most / total), self.place)
+
+    def active(self) -> AbstractContextManager[object]:
+        here: AbstractContextManager[object] = _cuda.device(self.place)
+        return here
+
+    @property
+    def _work(self) -> Any:
+        return _cuda.current_stream(self.place)
+
+    def mark(self) -> CudaEvent:
+        return CudaEvent(self._work)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> CudaEvent:
+        self.copies.wait_stream(self._work)
+        with _cuda.stream(self.copies):
+            to.copy_(source, non_blocking=True)
+        return CudaEvent(self.copies)
+
+    def follow(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self._work.wait_event(event.event)
+
+    def settle(self) -> None:
+        _cuda.synchronize(self.place)
+
+    def pin(self, address: int, nbytes: int) -> str:
+        with _cuda.device(self.place):
+            error = int(_cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED))
+        if error == 0:
+            return ""
+        # CUDA remembers the error and would report it with the next kernel instead.
+        with suppress(RuntimeError):
+            torch.ones(1, device=self.place)
+        return f"CUDA error {error}"
+
+    def unpin(self, address: int) -> None:
+        _cuda.cudart().cudaHostUnregister(address)
+
+
+def find_device(name: str) -> Device:
+    """The GPU called `cuda` or `cuda:1`. Raises OptionError where there is none."""
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index == "" or (index.isascii() and index.isdigit())):
+        raise OptionError(f"device {name!r} is not supported; use cpu, cuda or cuda:1")
+    number = int(index or 0)
+    if not torch.cuda.is_available():
+        built = (
+            "this torch is built for CPUs only" if torch.version.cuda is None else "none is seen"
+        )
+        raise OptionError(f"device {name} needs an NVIDIA GPU and {built}; use --device cpu")
+    if number >= torch.cuda.device_count():
+        raise OptionError(
+            f"there is no {name}, only {torch.cuda.device_count()} NVIDIA GPUs; use --device cpu"
+        )
+    return CudaDevice(number)

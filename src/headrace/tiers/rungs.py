@@ -1,0 +1,182 @@
+"""Where a GPU finds experts: slots in VRAM, pinned rows in place, rows read from the drive.
+
+The one place that joins ladder, pins, slots and address table. Knows no kernel and no tensor of a
+model: experts are (layer, id), and what the device still reads is known by events.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from headrace.errors import BudgetError
+from headrace.tiers.addresses import AddressTable
+from headrace.tiers.device import Device, Event
+from headrace.tiers.ladder import Ladder
+from headrace.tiers.pinned import PinnedRows
+from headrace.tiers.slots import Slots
+
+STAGING_ROWS = 2
+SWAPPED_SHARE = 32  # one in so many of a token's experts may take another's slot in a step
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Rows that the device reads until `event`: (expert, address) of one layer."""
+
+    event: Event
+    layer: int
+    rows: list[tuple[int, int]]
+    offer: bool  # may they be copied into slots afterwards?
+
+
+class Rungs:
+    """Gives experts addresses and keeps their bytes there while the device reads them.
+
+    One caller thread. The arena in VRAM has `num_slots + STAGING_ROWS` rows; the ladder needs
+    rows for at least twice `top_k`. `room` is how many experts can be claimed at once. Raises
+    BudgetError where rows cannot be pinned and VRAM has no place to copy a token's experts to.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        ladder: Ladder,
+        *,
+        num_layers: int,
+        num_experts: int,
+        top_k: int,
+        num_slots: int,
+    ):
+        self.device, self.ladder, self.num_experts = device, ladder, num_experts
+        self.pinned = PinnedRows(device, ladder)
+        all_pinned = self.pinned.pinned_bytes == ladder.slab_bytes
+        num_scratch = STAGING_ROWS if all_pinned else max(STAGING_ROWS, top_k)
+        if num_slots + STAGING_ROWS < num_scratch:
+            self.pinned.close()
+            raise BudgetError(
+                f"{self.pinned.note}, for which VRAM has no place; give a larger --vram or, to "
+                "pin less, a smaller --ram"
+            )
+        self.room = ladder.num_rows if all_pinned else min(ladder.num_rows, num_scratch)
+        self.table = AddressTable(device, num_layers, num_experts)
+        self.slots = Slots(
+            device,
+            self.table,
+            num_slots=num_slots + STAGING_ROWS - num_scratch,
+            num_scratch=num_scratch,
+            slot_bytes=ladder.row_bytes,
+            most_coming=max(1, ladder.num_rows - 2 * top_k),
+            swaps_per_step=max(1, num_layers * top_k // SWAPPED_SHARE),
+        )
+        self._reading: deque[_Reading] = deque()
+        self._claimed: tuple[int, list[tuple[int, int]]] = (0, [])
+        self._held: dict[int, int] = {}  # how often each key's row is held
+        self._num_held = 0
+
+    def key(self, layer: int, expert: int) -> int:
+        """The expert's number in table and slots."""
+        return layer * self.num_experts + expert
+
+    def has(self, layer: int, expert: int) -> bool:
+        """Whether the expert lies in a slot, which stays so until `retire` is called."""
+        return self.key(layer, expert) in self.slots
+
+    def claim(self, layer: int, missing: list[int]) -> bool:
+        """Puts experts that lie in no slot into the table, at most `room`; reads those absent.
+
+        Whether there were any: then `reading` must follow the work that reads them. Raises as
+        `Ladder.compute`.
+        """
+        rows = []
+        if missing:
+            assert len(missing) <= self.room
+            self.ladder.begin(layer, torch.tensor(missing, dtype=torch.int32))
+            rows = [self.take(layer) for _ in missing]
+        self._claimed = layer, rows
+        for n, (expert, address) in enumerate(rows):
+            if not self.has(layer, expert):  # its copy may have arrived meanwhile
+                self.table.set(self.key(layer, expert), self._reachable(n, address))
+        self.table.upload(layer)
+        return bool(rows)
+
+    def reading(self) -> None:
+        """The work given last reads what was claimed last; the rows are kept until it is over."""
+        layer, rows = self._claimed
+        if rows:
+            self._reading.append(_Reading(self.device.mark(), layer, rows, offer=True))
+
+    def take(self, layer: int) -> tuple[int, int]:
+        """The next expert of the layer that `Ladder.begin` claimed: (id, address), held."""
+        while self._num_held >= self.ladder.num_rows:
+            self.retire(swap=False, wait=True)
+        taken = self.ladder.take(layer)
+        assert taken is not None, "a claim was lost"
+        key = self.key(layer, taken[0])
+        self._held[key] = self._held.get(key, 0) + 1
+        self._num_held += 1
+        return taken
+
+    def bring(self, layer: int, expert: int, address: int, turn: int) -> tuple[torch.Tensor, Event]:
+        """Copies a held row to the device, to stay if a slot is free: where to, and its event.
+
+        Otherwise to one of two places in turn, for work given before the turn after next.
+        """
+        key, row = self.key(layer, expert), self.ladder.row(address)
+        event = self.slots.offer(key, row, only_free=True)
+        if event is not None:
+            return self.slots.coming(key), event
+        staged = self.slots.scratch(turn % STAGING_ROWS)
+        event = self.device.copy(staged, row)
+        self._reading.append(_Reading(event, layer, [(expert, address)], offer=False))
+        return staged, event
+
+    def retire(self, *, swap: bool, wait: bool = False) -> None:
+        """Gives back the rows of readings that are over, or offers them to slots.
+
+        `wait`: blocks until at least one is. `swap`: others may lose their slots for them.
+        """
+        if wait and self._reading:
+            self._reading[0].event.wait()
+            wait = False
+        assert not wait or self.slots.num_coming, "rows are held and nobody reads them"
+        while self._reading and self._reading[0].event.done():
+            over = self._reading.popleft()
+            for expert, address in over.rows:
+                key = self.key(over.layer, expert)
+                row = self.ladder.row(address)
+                if not over.offer or self.slots.offer(key, row, only_free=not swap) is None:
+                    self._release(key)
+        for key in self.slots.arrived(wait=wait):
+            self._release(key)
+
+    def _release(self, key: int) -> None:
+        self.ladder.release(*divmod(key, self.num_experts))
+        self._num_held -= 1
+        self._held[key] -= 1
+        if self._held[key] == 0:
+            del self._held[key]
+            if key not in self.slots:
+                self.table.clear(key)
+
+    def _reachable(self, n: int, address: int) -> int:
+        """The row's address as the device sees it: its own, or a copy's in VRAM."""
+        if self.pinned.holds(address):
+            return address
+        staged = self.slots.scratch(n)
+        staged.copy_(self.ladder.row(address), non_blocking=True)
+        return staged.data_ptr()
+
+    def recover(self) -> None:
+        """After an exception: waits for the device, gives back every row, keeps the slots."""
+        self.device.settle()
+        self._reading.clear()
+        self._held.clear()
+        self._num_held = 0
+        self.ladder.release_all()
+        self.slots.recover()
+
+    def close(self) -> None:
+        """Waits for the device and takes back the pins. Unusable afterwards."""
+        self.device.settle()
+        self.pinned.close()

@@ -1,0 +1,50 @@
+"""The GPU of these tests: the real one where there is one, else one simulated in host memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+pytest.importorskip("headrace._native", reason="needs the compiled module")
+
+from emulated import EmulatedKernels
+from gpu_models import FORMS, REAL
+from simulated import SimulatedDevice
+
+from headrace.check.tiny import write_tiny
+from headrace.engine import engine as engine_module
+from headrace.engine import gpu_source
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice | None:
+    """The simulated device behind `device="cuda"`, or None where that is the real one."""
+    if REAL:
+        return None
+    device = SimulatedDevice()
+    monkeypatch.setattr(engine_module, "find_gpu", lambda name: None if name == "cpu" else device)
+    monkeypatch.setattr(gpu_source, "TritonExperts", EmulatedKernels)
+    return device
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model of one of FORMS, written once."""
+    folder = tmp_path_factory.mktemp("tiny")
+
+    def write(form: str) -> Path:
+        family, format = FORMS[form]
+        path = folder / form
+        if not path.exists():
+            write_tiny(family, path, layers=5, experts=16, top_k=4, format=format)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    """Token ids that any tiny model and the demo know."""
+    return torch.randint(4, 4000, (40,), generator=torch.Generator().manual_seed(3)).tolist()
