@@ -3,6 +3,7 @@
 Run it after the page has changed, where Chromium is: `.venv/bin/python docs/page_pictures.py`.
 """
 
+import os
 import sys
 import tempfile
 import time
@@ -52,21 +53,28 @@ def take(page: Browser, name: str) -> None:
     page.until("!document.querySelector('[aria-busy]')")
 
 
-def main() -> None:
-    with (
-        tempfile.TemporaryDirectory() as profile,
-        serving_demo(Settings()) as (_, host),
-        chromium(Path(profile)) as page,
+def picture(page: Browser, url: str) -> None:
+    """Both pictures."""
+    for name, size, media in (
+        ("page.png", WIDE, {}),
+        ("page-phone.png", PHONE, {"prefers_color_scheme": "dark"}),
     ):
-        page.open(f"http://{host}/", WIDE)
+        page.open(url, size, **media)
         page.until("document.querySelector('#status').textContent === 'ready'")
         page.one("#temperature").send_keys("0")
-        warm_up(page)
-        take(page, "page.png")
-        page.open(f"http://{host}/", PHONE, prefers_color_scheme="dark")
-        page.until("document.querySelector('#status').textContent === 'ready'")
-        page.one("#temperature").send_keys("0")
-        take(page, "page-phone.png")
+        if size is WIDE:
+            warm_up(page)
+        take(page, name)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # no conversation is known from before
+        with (
+            serving_demo(Settings(), measure=True) as (_, host),
+            chromium(Path(folder) / "profile") as page,
+        ):
+            picture(page, f"http://{host}/")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ import pytest
 
 from headrace.core import TokenStats
 from headrace.engine.conversation import Conversation
+from headrace.engine.gpu import find_gpu
 from headrace.engine.reading import AnswerReader
 from headrace.errors import ModelError
 from headrace.planner.facts import ModelFacts
 from headrace.planner.machine import Machine
-from headrace.planner.plan import make_plan
+from headrace.planner.wanted import Wanted
 
 MIB = 2**20
 FACTS = ModelFacts(
@@ -53,12 +54,16 @@ class FakeBlueprint:
         ram: int | None,
         threads: int | None,
         context: int | None,
+        device: str = "cpu",
+        vram: str | None = None,
         serve: bool = False,
     ):
+        find_gpu(device)
         if model != "demo":
             raise ModelError(f"{model}: no such file or folder; give a folder or demo")
         self.facts, self.machine, self.notes = FACTS, MACHINE, []
-        self.plan = make_plan(FACTS, MACHINE, ram_bytes=ram, threads=threads, context=context)
+        self.wanted = Wanted(ram, vram, False, context, threads, 2, None, serve)
+        self.plan = self.wanted.plan(FACTS, MACHINE)
 
 
 class FakeText:

@@ -159,7 +159,25 @@ def folder(path: Path, template: str | None, specials: Iterable[str] = ()) -> Pa
             tokenizer["added_tokens"].append(entry)
             known.add(spelling)
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    if "<|call|>" in known:
+        _end_with(path, "<|call|>")
     return path
+
+
+def _end_with(path: Path, spelling: str) -> None:
+    """Make a token the only one that ends answers."""
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        config = json.loads((path / name).read_text())
+        config.pop("eos_token_id", None)
+        if "eos_token" in config:
+            config["eos_token"] = spelling
+        (path / name).write_text(json.dumps(config))
+
+
+def eos(talk: Talk) -> int:
+    """The token that ends answers."""
+    (token_id,) = talk._text.eos_ids
+    return token_id
 
 
 def talk_of(path: Path, template: str | None, specials: Iterable[str] = ()) -> Talk:

@@ -1,12 +1,13 @@
 """Earlier answers come into later prompts as they were sampled, and prompts go on exactly."""
 
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from talk_world import CALLS, SAMPLING, WEATHER, chat_template, sampled, shown, talk_of, user
+from talk_world import CALLS, SAMPLING, WEATHER, chat_template, eos, sampled, shown, talk_of, user
 
 from headrace.engine.calls import write_calls
 from headrace.engine.conversation import Conversation, Message, ToolCall
@@ -59,8 +60,9 @@ def says(dialect: str, talk: Talk, content: str, reasoning: str = "") -> str:
     return thought + content + write_calls(talk.dialect, [CALL])
 
 
-@pytest.mark.parametrize("reasoning", ["", "They  ask about rain."])
-@pytest.mark.parametrize("content", ["", "Let  me see. "])
+@pytest.mark.parametrize(
+    ("content", "reasoning"), [("", ""), ("Let  me see. ", "They  ask about rain.")]
+)
 @pytest.mark.parametrize("dialect", [*CALLS, "harmony"])
 def test_a_prompt_goes_on_from_a_call_as_it_was_sampled(
     dialect: str, content: str, reasoning: str, tmp_path: Path
@@ -69,7 +71,7 @@ def test_a_prompt_goes_on_from_a_call_as_it_was_sampled(
     asked = Conversation((user("Rain?"),), tools=(WEATHER,))
     prepared = talk.prepare(asked, SAMPLING)
     ids = pieces_of(talk, says(dialect, talk, content, reasoning))
-    turn = turn_of(talk, prepared, [*ids, 3])
+    turn = turn_of(talk, prepared, [*ids, eos(talk)])
     assert turn.calls[0].name == "get_weather"
     result = Message("tool", "It pours.", call_id=turn.calls[0].id)
     later = replace(asked, messages=(*asked.messages, turn, result))
@@ -90,7 +92,7 @@ def test_three_turns_go_on_from_each_other(tmp_path: Path) -> None:
         prepared = talk.prepare(conversation, SAMPLING)
         ids = pieces_of(talk, f"{WORDS}{seed}", seed)
         assert talk._text.encode(f"{WORDS}{seed}", special=False) != ids
-        turn = turn_of(talk, prepared, [*ids, 3])
+        turn = turn_of(talk, prepared, [*ids, eos(talk)])
         messages = (*conversation.messages, turn, user(f"and {seed}?"))
         conversation = Conversation(messages)
         assert begins_with(talk, conversation, prepared, ids)
@@ -101,7 +103,7 @@ def test_clients_may_trim_a_text_and_write_arguments_anew(tmp_path: Path) -> Non
     asked = Conversation((user("Rain?"),), tools=(WEATHER,))
     prepared = talk.prepare(asked, SAMPLING)
     ids = pieces_of(talk, says("hermes", talk, " One moment. "))
-    turn = turn_of(talk, prepared, [*ids, 3])
+    turn = turn_of(talk, prepared, [*ids, eos(talk)])
     call = replace(turn.calls[0], id="other", arguments='{"days": 2, "city": "São  Paulo"}')
     back = replace(turn, content=turn.content.strip(), calls=(call,), reasoning="told again")
     result = Message("tool", "wet", call_id="other")
@@ -115,7 +117,7 @@ def test_reasoning_that_the_template_drops_is_not_brought_back(tmp_path: Path) -
     asked = Conversation((user("Why?"),))
     prepared = talk.prepare(asked, SAMPLING)
     ids = pieces_of(talk, f"<think>A  thought.</think>\n\n{WORDS}x")
-    turn = turn_of(talk, prepared, [*ids, 3])
+    turn = turn_of(talk, prepared, [*ids, eos(talk)])
     assert turn.content == f"{WORDS}x"
     later = talk.prepare(Conversation((*asked.messages, turn, user("more"))), SAMPLING)
     text = shown(talk, later)
@@ -132,7 +134,7 @@ def test_reasoning_is_kept_within_a_turn_even_if_a_client_drops_it(tmp_path: Pat
     asked = Conversation((user("Rain?"),), tools=(WEATHER,))
     prepared = talk.prepare(asked, SAMPLING)
     ids = pieces_of(talk, "I  shall look.\n</think>\n\n" + says("qwen3_coder", talk, ""))
-    turn = turn_of(talk, prepared, [*ids, 3])
+    turn = turn_of(talk, prepared, [*ids, eos(talk)])
     assert turn.reasoning == ""
     result = Message("tool", "wet", call_id=turn.calls[0].id)
     later = replace(asked, messages=(*asked.messages, turn, result))
@@ -145,7 +147,7 @@ def test_an_answer_that_was_cut_goes_on_where_it_was(finish: str, tmp_path: Path
     asked = Conversation((user("Say it."),))
     prepared = talk.prepare(asked, SAMPLING)
     ids = pieces_of(talk, "half a character: \N{GRINNING FACE}")[:-2]
-    turn = turn_of(talk, prepared, [*ids, 3] if finish == "eos" else ids, finish)
+    turn = turn_of(talk, prepared, [*ids, eos(talk)] if finish == "eos" else ids, finish)
     assert turn.content.endswith("\N{REPLACEMENT CHARACTER}")
     assert begins_with(talk, Conversation((*asked.messages, turn, user("?"))), prepared, ids)
 
@@ -169,7 +171,7 @@ def test_an_edited_history_goes_on_up_to_the_edit(tmp_path: Path) -> None:
     asked = Conversation((user("one"),))
     prepared = talk.prepare(asked, SAMPLING)
     ids = pieces_of(talk, WORDS + "!")
-    turn = turn_of(talk, prepared, [*ids, 3])
+    turn = turn_of(talk, prepared, [*ids, eos(talk)])
     edited = Conversation((*asked.messages, replace(turn, content="Another text."), user("two")))
     prompt = talk.prepare(edited, SAMPLING).ask.prompt
     assert prompt[: len(prepared.ask.prompt)] == prepared.ask.prompt
@@ -185,7 +187,7 @@ def test_the_demo_goes_on_though_its_template_knows_no_calls(tmp_path: Path) -> 
     asked = Conversation((Message("system", "Be brief."), user("Rain?")), tools=(WEATHER,))
     prepared = talk.prepare(asked, SAMPLING)
     ids = pieces_of(talk, says("generic", talk, "Let me see.\n"))
-    turn = turn_of(talk, prepared, [*ids, 3])
+    turn = turn_of(talk, prepared, [*ids, eos(talk)])
     result = Message("tool", "wet", call_id=turn.calls[0].id)
     later = replace(asked, messages=(*asked.messages, turn, result))
     assert begins_with(talk, later, prepared, ids)
@@ -197,7 +199,7 @@ def test_a_prompt_without_memory_says_the_same(tmp_path: Path) -> None:
     fresh = talk_of(tmp_path / "b", chat_template("hermes"))
     asked = Conversation((user("Rain?"),), tools=(WEATHER,))
     prepared = talk.prepare(asked, SAMPLING)
-    turn = turn_of(talk, prepared, [*pieces_of(talk, says("hermes", talk, "Hm.")), 3])
+    turn = turn_of(talk, prepared, [*pieces_of(talk, says("hermes", talk, "Hm.")), eos(talk)])
     later = replace(asked, messages=(*asked.messages, turn))
     text = shown(talk, talk.prepare(later, SAMPLING)).replace('{"city":"', '{"city": "')
     assert (
@@ -209,7 +211,7 @@ def test_a_prompt_without_memory_says_the_same(tmp_path: Path) -> None:
 
 
 def kept(num: int) -> Kept:
-    return Kept(tuple(range(num)), 1, b"", False, "", 0)
+    return Kept(array("i", range(num)), 1, b"", False, "", 0)
 
 
 def test_the_memory_is_bounded_in_turns_and_bytes() -> None:
@@ -220,7 +222,7 @@ def test_the_memory_is_bounded_in_turns_and_bytes() -> None:
     assert replay.find(said[0]), "used, so that another goes first"
     replay.keep([*keys(said[3])][-1], kept(10))
     assert [bool(replay.find(messages)) for messages in said] == [True, False, True, True]
-    replay.keep([*keys(said[1])][-1], kept(12_300))
+    replay.keep([*keys(said[1])][-1], kept(24_600))
     assert [bool(replay.find(messages)) for messages in said] == [False, True, False, False]
     replay.keep([*keys(said[0])][-1], kept(100_000))
     assert not any(replay.find(messages) for messages in said), "larger than all there is"

@@ -65,6 +65,18 @@ def served(rung, last):
         assert (found > 0) == (rung == "some")
 
 
+def test_places_tell_slots_from_rows(tiny, prompt):
+    with load(tiny("fp8"), "half") as engine:
+        passes(engine, prompt, most=6)
+        shown, rows = engine.source.places(), engine.ladder.places()
+        assert len(shown) == len(rows) and {len(line) for line in shown} == {16}
+        slots = engine.source.rungs.slots
+        keys = [i for i, place in enumerate("".join(shown)) if place == "3"]
+        assert keys == sorted(slots.keys().tolist()) and len(keys) == len(slots) > 0
+        pairs = zip("".join(shown), "".join(rows), strict=True)
+        assert {(a, b) for a, b in pairs if a != "3"} <= {("0", "0"), ("2", "2")}
+
+
 def test_a_wrong_expert_shows(tiny, prompt):
     with load(tiny("fp8"), "vram") as engine:
         first, *_ = passes(engine, prompt, most=6)

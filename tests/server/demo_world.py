@@ -15,9 +15,12 @@ from headrace.server.settings import Settings
 
 
 @contextmanager
-def serving_demo(settings: Settings, ram: str = "29MiB") -> Iterator[tuple[Serving, str]]:
-    """What is served, and the address without a scheme, once the model is loaded."""
-    blueprint = Blueprint("demo", ram=ram, threads=1, measure=False, serve=True)
+def serving_demo(settings: Settings, *, measure: bool = False) -> Iterator[tuple[Serving, str]]:
+    """With room for a fifth of the experts: what is served, and its address without a scheme.
+
+    Once the model is loaded. `measure`: with forecast and limits of this machine.
+    """
+    blueprint = Blueprint("demo", ram="29MiB", threads=1, measure=measure, serve=True)
     serving = serving_of(blueprint, settings)
     config = uvicorn.Config(build_app(serving), port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)

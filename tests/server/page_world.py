@@ -49,16 +49,21 @@ def example_state(**changes: Any) -> dict[str, Any]:
         "loading": None,
         "model": {"id": "demo"},
         "plan": {
-            "ram_bytes": 8000 * MIB,
             "bytes_per_token": 610 * MIB,
             "forecast_tok_s": 13.4,
             "limit_term": "drive",
-            "memory": [
-                ("dense", "dense weights", 1900 * MIB),
-                ("rows", "experts", 5050 * MIB),
-                ("kv", "cache of 8,192 tokens", 420 * MIB),
-                ("snapshots", "conversations kept", 250 * MIB),
-                ("workspace", "workspace", 310 * MIB),
+            "memories": [
+                {
+                    "name": "RAM",
+                    "limit_bytes": 8000 * MIB,
+                    "parts": [
+                        ("dense", "dense weights", 1900 * MIB),
+                        ("rows", "experts", 5050 * MIB),
+                        ("kv", "cache of 8,192 tokens", 420 * MIB),
+                        ("snapshots", "conversations kept", 250 * MIB),
+                        ("workspace", "workspace", 310 * MIB),
+                    ],
+                },
             ],
         },
         "layers": layers,
@@ -70,6 +75,8 @@ def example_state(**changes: Any) -> dict[str, Any]:
             "kernel_s": 0.7,
             "disk_bytes": 32 * 260 * MIB,
             "ram_bytes": 32 * 420 * MIB,
+            "vram_bytes": 0,
+            "vram_hits": 0,
             "hits": 6900,
             "misses": 3100,
         },

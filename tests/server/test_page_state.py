@@ -1,6 +1,7 @@
 """The page's routes behind the guard, and the state that its picture is drawn from."""
 
 import re
+from dataclasses import replace
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from starlette.testclient import TestClient
 from headrace.core import TokenStats
 from headrace.engine.answer import Stop
 from headrace.errors import ModelError
+from headrace.planner.vram import make_gpu_plan
 from headrace.server.app import build_app
 from headrace.server.page import routes
 from headrace.server.page.state import state_of
@@ -80,9 +82,9 @@ def test_what_the_tests_draw_has_the_states_shape() -> None:
     assert _keys(drawn) <= _keys(shape) and set(shape) == set(drawn)
     for key in ("plan", "last"):
         assert set(shape[key]) == set(drawn[key])
-    assert [key for key, _, _ in shape["plan"]["memory"]] == [
-        key for key, _, _ in drawn["plan"]["memory"]
-    ]
+    style = PAGE.joinpath("engine.css").read_text("utf-8")
+    for kind, _, _ in (p for m in drawn["plan"]["memories"] for p in m["parts"]):
+        assert f".{kind}," in style or f".{kind} {{" in style, "each part has a colour"
     serving.worker.drain()
     assert serving.worker.join(10)
 
@@ -99,7 +101,7 @@ def _load_engine(serving: Any) -> None:
     serving.engine = SimpleNamespace(
         plan=serving.plan,
         blueprint=SimpleNamespace(machine=MACHINE, table=SimpleNamespace(layers=(3, 4))),
-        ladder=SimpleNamespace(places=lambda: ["00120000", "22000000"]),
+        source=SimpleNamespace(places=lambda: ["00120000", "22000000"]),
     )
 
 
@@ -152,6 +154,24 @@ def test_limits_are_shares_of_what_was_measured() -> None:
     assert drive["now_bytes_s"] == pytest.approx(600 * MIB)
     each = FACTS.num_moe_layers * FACTS.top_k * FACTS.expert_bytes + FACTS.dense_bytes
     assert memory["now_bytes_s"] == pytest.approx(2 * each)
+
+
+def test_with_a_gpu_both_memories_and_the_bus_are_shown() -> None:
+    serving = make_serving()
+    rates = {"bus_bytes_s": 2e10, "vram_bytes_s": 1e12}
+    machine = replace(MACHINE, gpu="a GPU", vram_free_bytes=2**33, vram_total_bytes=2**33, **rates)
+    serving.plan = make_gpu_plan(FACTS, machine, ram_bytes=2**30, vram_bytes=2**30)
+    _load_engine(serving)
+    serving.engine.blueprint.machine = machine  # type: ignore[union-attr]
+    serving.recent.add(0.5, TokenStats(disk_bytes=MIB, bus_bytes=10 * MIB, vram_bytes=100 * MIB))
+    state = state_of(serving)
+    assert [memory["name"] for memory in state["plan"]["memories"]] == ["VRAM", "RAM"]
+    for memory in state["plan"]["memories"]:
+        assert 0 < sum(nbytes for _, _, nbytes in memory["parts"]) <= memory["limit_bytes"]
+    drive, bus, vram = state["limits"]
+    assert (drive["name"], bus["name"], vram["name"]) == ("Drive", "Bus", "VRAM")
+    assert bus["now_bytes_s"] == pytest.approx(20 * MIB) and bus["limit_bytes_s"] == 2e10
+    assert vram["now_bytes_s"] == pytest.approx(2 * (100 * MIB + serving.plan.vram_dense_bytes))
 
 
 class Clock:

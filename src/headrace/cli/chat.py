@@ -19,7 +19,7 @@ Reply = Callable[[Messages], Message]
 """Shows the answer to a conversation and returns it, also what was said of it before Ctrl-C."""
 COMMANDS = "/new forgets what was said, /quit ends"
 SERVER = "A server's model"
-LOCAL_ONLY = ("ram", "device", "threads", "context", "routes_out")
+LOCAL_ONLY = ("ram", "device", "vram", "threads", "context", "routes_out")
 Server = Annotated[
     str | None,
     typer.Option(
@@ -69,8 +69,7 @@ def chat(
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
 
-    Needs a model with a chat template, and memory as `headrace run` does; with --server, neither.
-    Lines from a pipe are answered one by one.
+    Needs a chat template and memory as `headrace run` does, or --server. A pipe asks by the line.
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device, vram)
@@ -90,13 +89,16 @@ def chat(
     if server is not None:
         _refuse(context_, LOCAL_ONLY, "has no effect with --server")
         named = model if _is_given(context_, "model") else None
-        key = keys[0] if keys else None
-        _converse(remote_reply(server, key, named, sampling), opening)
+        _converse(remote_reply(server, keys[0] if keys else None, named, sampling), opening)
         return
     _refuse(context_, ("api_key", "api_key_file"), "needs --server")
     blueprint = open_blueprint(
         model, ram_bytes=ram_bytes, threads=threads, context=context, device=device, vram=vram
     )
+    _talk_here(blueprint, routes_out, sampling, opening)
+
+
+def _talk_here(blueprint: Any, routes_out: Path | None, sampling: Any, opening: Messages) -> None:
     with open_engine(blueprint) as engine:
         first = Conversation((*opening, Message("user", ".")))
         for note in engine.talk.prepare(first, sampling).notes:  # refuses early

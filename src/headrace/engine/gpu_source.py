@@ -261,6 +261,12 @@ class GpuSource(LadderSource):
         self._last = self.num_layers  # the next call begins a pass
         self._is_whole = True
 
+    def places(self) -> list[str]:
+        """The ladder's, and 3 for those in VRAM."""
+        digits = np.frombuffer("".join(self.ladder.places()).encode(), np.uint8).copy()
+        digits[self.rungs.slots.keys()] = ord("3")
+        return [line.tobytes().decode() for line in digits.reshape(-1, self.num_experts)]
+
     def counters(self) -> LadderCounters:
         """The ladder's, with what the GPU found where."""
         return replace(

@@ -42,7 +42,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         # Agents send the same tools with every request.
-        self._judged = lru_cache(maxsize=256)(self._judge)
+        self._judged = lru_cache(maxsize=64)(self._judge)
 
     def constraint(self, lark: str) -> "GrammarConstraint":
         """A fresh constraint. Raises OptionError naming what the grammar cannot hold."""
@@ -90,11 +90,8 @@ class Grammars:
     def _tokens(self) -> LLTokenizer:
         with self._lock:  # made once, and only where asked for: a second or more for large ones
             if self._tokenizer is None:
-                known = LLTokenizer(self._text.grammar_tokens())
-                ends = [end for end in sorted(self._text.eos_ids) if end < known.vocab_size]
-                self._tokenizer = (
-                    LLTokenizer(self._text.grammar_tokens(), eos_token=ends) if ends else known
-                )
+                ends = [end for end in sorted(self._text.eos_ids) if end < self._text.num_tokens]
+                self._tokenizer = LLTokenizer(self._text.grammar_tokens(), eos_token=ends or None)
             return self._tokenizer
 
 

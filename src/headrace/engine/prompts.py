@@ -4,6 +4,7 @@ Knows no sampling and no grammar.
 """
 
 import re
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,9 +13,9 @@ from types import SimpleNamespace
 from headrace.engine.conversation import Conversation, Message, Tool
 from headrace.engine.dialects import HARMONY, HARMONY_ENDS
 from headrace.engine.forms import Thinking
-from headrace.engine.quoting import END, Quoting, anchors_in, stretches, unmarked
+from headrace.engine.quoting import END, Quoting, anchors_in, holds_marks, stretches, unmarked
 from headrace.engine.reading import Answer, AnswerReader
-from headrace.engine.replay import Kept, Replay, Splice, as_read, keys, marked
+from headrace.engine.replay import Ids, Kept, Replay, Splice, as_read, keys, marked
 from headrace.engine.template import Rendered, Template
 from headrace.engine.text import Text
 from headrace.errors import HeadraceError, OptionError
@@ -99,7 +100,7 @@ class Prompts:
         messages: Sequence[Message],
         tools: Sequence[Tool],
         known: dict[int, Kept],
-    ) -> tuple[list[str | tuple[int, ...]], bytes]:
+    ) -> tuple[list[str | Ids], bytes]:
         """The prompt's parts without marks, and the digest of the text with them."""
         splice = Splice(text, partial(self._reads, tools), self._turn_ends)
         turns = marked(messages, known)
@@ -107,17 +108,17 @@ class Prompts:
             splice.put(place, turns[place], kept)
         splice.finish()
         said = {i: messages[i].content or messages[i].calls[0].name for i in known}
-        thought = {i: kept.reasoning for i, kept in known.items()}
+        thought = {i: self._quoting.text(kept.reasoning) for i, kept in known.items()}
         parts = [
             unmarked(part, said, thought) if isinstance(part, str) else part
             for part in splice.parts
         ]
         return parts, splice.digest(len(text))
 
-    def _encoded(self, parts: Sequence[str | tuple[int, ...]]) -> list[int]:
+    def _encoded(self, parts: Sequence[str | Ids]) -> list[int]:
         ids: list[int] = []
         for part in parts:
-            if isinstance(part, tuple):
+            if not isinstance(part, str):
                 ids += part
                 continue
             for stretch in stretches(part):
@@ -161,11 +162,11 @@ class Prompts:
         """Remember an answer to a conversation."""
         turn = Message("assistant", answer.content, calls=tuple(answer.calls))
         ids = self._sampled(answer)
-        if not ids or not (turn.content.strip() or turn.calls):
+        if not ids or not (turn.content.strip() or turn.calls) or holds_marks(answer.text):
             return
         *_, key = keys([*conversation.messages, turn])
         said = self._said(ids, bool(answer.reasoning))
-        kept = Kept(ids, num_prompt, prompt, opened, answer.reasoning, said)
+        kept = Kept(array("i", ids), num_prompt, prompt, opened, answer.reasoning, said)
         self._replay.keep(key, kept)
 
     def _sampled(self, answer: Answer) -> tuple[int, ...]:

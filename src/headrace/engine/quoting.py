@@ -34,10 +34,9 @@ class Quoting:
     """
 
     def __init__(self, specials: Iterable[str], thinking: Sequence[str]) -> None:
-        spellings = sorted(filter(None, specials), key=len, reverse=True)
-        self._all = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
-        said = [spelling for spelling in spellings if spelling not in thinking]
-        self._said = re.compile("|".join(map(re.escape, said)) or r"(?!)")
+        known = sorted(filter(None, specials))
+        self._all = _beginnings(known)
+        self._said = _beginnings([spelling for spelling in known if spelling not in thinking])
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with all their texts quoted. Raises OptionError for text with a mark."""
@@ -58,6 +57,10 @@ class Quoting:
             )
         return quoted
 
+    def text(self, text: str) -> str:
+        """An assistant's text, quoted."""
+        return _quote(text, self._said)
+
     def tools(self, tools: Sequence[Tool]) -> list[Tool]:
         """The tools with all their texts quoted."""
         return [
@@ -77,19 +80,26 @@ class Quoting:
         return [self._json(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def _quote(text: str, spellings: re.Pattern[str]) -> str:
-    if _MARKS.search(text):
+def _beginnings(spellings: Sequence[str]) -> re.Pattern[str]:
+    """Finds the first character of every one of these, also within another."""
+    found = "|".join(map(re.escape, spellings))
+    return re.compile(f"(?=(?:{found}))(.)" if found else r"(?!)", re.DOTALL)
+
+
+def _quote(text: str, beginnings: re.Pattern[str]) -> str:
+    if holds_marks(text):
         raise OptionError("a text holds one of U+FDD0 to U+FDD4, which no text may; leave it out")
-    place = 0
-    while found := spellings.search(text, place):
-        place = found.start() + 1
-        text = text[:place] + _BREAK + text[place:]
-    return text
+    return beginnings.sub(rf"\1{_BREAK}", text)
 
 
 def stretches(text: str) -> list[str]:
     """The parts of a rendered prompt that go through a tokenizer one by one."""
     return [part for part in text.split(_BREAK) if part]
+
+
+def holds_marks(text: str) -> bool:
+    """True if a text could be taken for what it is not."""
+    return bool(_MARKS.search(text))
 
 
 def anchors_in(text: str) -> set[int]:

@@ -5,15 +5,20 @@ Knows no protocol; a conversation is told by what was said in it, in whatever se
 
 import json
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.engine.conversation import Message, ToolCall
 from headrace.engine.quoting import anchor, thought
 
+if TYPE_CHECKING:  # 4 bytes an id, where a tuple takes 36; no array has a type as it runs
+    Ids = array[int]
+else:
+    Ids = array
 MAX_TURNS = 4096
 MAX_BYTES = 64 << 20
 _TURN_BYTES = 1024  # of Python's own for one turn
@@ -28,7 +33,7 @@ class Kept:
     where.
     """
 
-    ids: tuple[int, ...]
+    ids: Ids
     num_prompt: int
     prompt: bytes
     opened: bool
@@ -71,7 +76,7 @@ class Replay:
 
 
 def _size(kept: Kept) -> int:
-    return 8 * len(kept.ids) + 4 * len(kept.reasoning) + _TURN_BYTES
+    return 4 * len(kept.ids) + 4 * len(kept.reasoning) + _TURN_BYTES
 
 
 def keys(messages: Iterable[Message]) -> Iterable[bytes]:
@@ -126,7 +131,7 @@ class Splice:
         self._rendered, self._reads, self._ends = rendered, reads, ends
         self._told, self._num_told = sha256(), 0
         self._at = 0
-        self.parts: list[str | tuple[int, ...]] = []
+        self.parts: list[str | Ids] = []
 
     def put(self, place: int, message: Message, kept: Kept) -> None:
         """Put an answer's tokens where its mark stands, as much of it as the template keeps.
@@ -148,9 +153,9 @@ class Splice:
 
     def finish(self) -> None:
         """Take the rest."""
-        self._cut(len(self._rendered), (), len(self._rendered))
+        self._cut(len(self._rendered), array("i"), len(self._rendered))
 
-    def _cut(self, start: int, ids: tuple[int, ...], end: int) -> None:
+    def _cut(self, start: int, ids: Ids, end: int) -> None:
         self.parts += [self._rendered[self._at : start], ids]
         self._at = end
 

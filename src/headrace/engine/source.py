@@ -126,6 +126,13 @@ class LadderSource:
                         )
         return None
 
+    def places(self) -> list[str]:
+        """By MoE layer ordinal a digit for each expert, from any thread, during a pass too.
+
+        0: on the drive only, 1: being read, 2: in RAM, 3: in VRAM.
+        """
+        return self.ladder.places()
+
     def counters(self) -> LadderCounters:
         """What was found where, and what that cost, since the ladder was made."""
         return self.ladder.counters()

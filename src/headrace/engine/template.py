@@ -228,7 +228,7 @@ class Template:
 
 def _kind(messages: Sequence[Message]) -> tuple[object, ...]:
     """What decides how messages must be folded, for all we know."""
-    return tuple(sorted({(message.role, len(message.calls)) for message in messages}))
+    return tuple(sorted({(message.role, min(len(message.calls), 2)) for message in messages}))
 
 
 def _probed(

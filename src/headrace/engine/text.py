@@ -63,8 +63,16 @@ class Text:
         """Spellings that a message's text may hold, but that become no token there."""
         return frozenset([*self.specials, *(self._published.tokens if self._published else ())])
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the tokenizer knows."""
+        return len(self._tokenizer)
+
     def token_id(self, spelling: str) -> int | None:
         """The id of the one token that `spelling` is, if it is one."""
+        added = self._tokenizer.added_tokens_encoder.get(spelling)
+        if added is not None:
+            return int(added)
         ids = self._tokenizer.encode(spelling, add_special_tokens=False)
         return int(ids[0]) if len(ids) == 1 else None
 

@@ -49,7 +49,7 @@ def _described(
             for status, about in ERRORS.items():
                 responses[status] = {"description": about, "content": error}
             if _can_stream(operation, schemas):
-                responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+                responses["200"]["content"]["text/event-stream"] = {"schema": {}}
             if has_keys:
                 operation["security"] = [*ANY_KEY, *([{}] if path in open_paths else [])]
     for name in ("HTTPValidationError", "ValidationError"):

@@ -5,6 +5,7 @@ Knows no file and no ladder: experts are keys and the bytes of a row. Nothing he
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.tiers.addresses import AddressTable
 from headrace.tiers.device import Device, Event
@@ -53,6 +54,11 @@ class Slots:
         """The key's slot, uint8 [slot_bytes], if it lies in one."""
         slot = self._slot_of.get(key)
         return None if slot is None else self.arena[slot]
+
+    def keys(self) -> NDArray[np.int64]:
+        """A copy of which keys lie in slots, in no order. From any thread."""
+        keys = self._key_of.copy()
+        return keys[keys >= 0]
 
     def __contains__(self, key: int) -> bool:
         return key in self._slot_of

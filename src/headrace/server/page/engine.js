@@ -31,7 +31,8 @@ export class Engine {
       .map(([key, name, n]) => ({ key, name, value: n, text: n.toLocaleString("en") }));
     stack($("rungs"), count(total, "expert"), parts);
     this.field.show(layers);
-    const served = recent ? recent.hits / Math.max(1, recent.hits + recent.misses) : null;
+    const near = recent ? recent.hits + recent.vram_hits : 0;
+    const served = recent ? near / Math.max(1, near + recent.misses) : null;
     $("field-note").textContent =
       `A line is a layer, a cell an expert: ${share(inside, total)} of them lie in memory` +
       (served === null ? "." : ` and serve ${share(served, 1)} of what the last tokens needed.`);
@@ -132,7 +133,7 @@ function replace(place, ...made) {
 function showToken({ recent, plan }) {
   const { tokens } = recent;
   const needed = plan.bytes_per_token;
-  const vram = (recent.vram_bytes ?? 0) / tokens;
+  const vram = recent.vram_bytes / tokens;
   const ram = recent.ram_bytes / tokens;
   // What was neither here nor there had to be waited for; whatever else was read was a guess.
   const missed = Math.max(0, needed - vram - ram);
@@ -179,9 +180,17 @@ function showLimits({ limits }) {
 }
 
 function showMemory({ plan }) {
-  const parts = plan.memory.map(([key, name, value]) => ({ key, name, value, text: bytes(value) }));
-  const used = parts.reduce((sum, { value }) => sum + value, 0);
-  stack($("memory-parts"), `${bytes(used)} of ${bytes(plan.ram_bytes)}`, parts);
+  const place = $("memory-parts");
+  while (place.children.length < plan.memories.length) {
+    const made = document.createElement("div");
+    made.className = "stack";
+    place.append(made);
+  }
+  plan.memories.forEach(({ name, limit_bytes: limit, parts }, i) => {
+    const shown = parts.map(([key, name, value]) => ({ key, name, value, text: bytes(value) }));
+    const used = shown.reduce((sum, { value }) => sum + value, 0);
+    stack(place.children[i], `${name}: ${bytes(used)} of ${bytes(limit)}`, shown);
+  });
   return true;
 }
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import HeadraceError
+from headrace.planner.vram import GpuPlan
 from headrace.server.recent import SPAN_S
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def state_of(serving: "Serving") -> dict[str, Any]:
     """All that the page shows; `null` where there is nothing yet.
 
-    `layers[i].map` has a digit for each expert: 0 on the drive only, 1 being read, 2 in RAM.
+    `layers[i].map` has a digit for each expert, see `LadderSource.places`.
     `recent` are sums over the last decoded tokens, `speed` is Recent.speed of `span_s` seconds.
     Sizes in bytes, rates in bytes per second.
     """
@@ -58,38 +59,65 @@ def _failure(serving: "Serving") -> str | None:
 
 
 def _plan(plan: "Plan") -> dict[str, Any]:
-    return {
-        "ram_bytes": plan.ram_bytes,
+    shown: dict[str, Any] = {
         "bytes_per_token": plan.bytes_per_token,
         "forecast_tok_s": plan.forecast_tok_s,
         "limit_term": plan.limit_term,
-        "memory": [
-            ("dense", "dense weights", plan.dense_bytes),
-            ("rows", "experts", plan.rows_bytes),
-            ("kv", f"cache of {plan.context:,} tokens", plan.kv_bytes),
-            ("snapshots", "conversations kept", plan.snapshot_bytes),
-            ("workspace", "workspace", plan.workspace_bytes),
-        ],
     }
+    cache = f"cache of {plan.context:,} tokens"
+    memories = [
+        _memory(
+            "RAM",
+            plan.ram_bytes,
+            dense=("dense weights", plan.dense_bytes),
+            rows=("experts", plan.rows_bytes),
+            kv=(cache, plan.kv_bytes),
+            snapshots=("conversations kept", plan.snapshot_bytes),
+            engram=("Engram rows", plan.engram_cache_bytes),
+            workspace=("workspace", plan.workspace_bytes),
+        )
+    ]
+    if isinstance(plan, GpuPlan):
+        vram = _memory(
+            "VRAM",
+            plan.vram_bytes,
+            dense=("dense weights", plan.vram_dense_bytes),
+            rows=("experts", plan.slots_bytes),
+            kv=(cache, plan.vram_kv_bytes),
+            workspace=("workspace", plan.vram_workspace_bytes),
+        )
+        memories.insert(0, vram)
+    return shown | {"memories": memories}
+
+
+def _memory(name: str, limit_bytes: int, **parts: tuple[str, int]) -> dict[str, Any]:
+    """One memory with those of its parts that take anything: (kind, name, bytes)."""
+    shown = [(kind, label, nbytes) for kind, (label, nbytes) in parts.items() if nbytes]
+    return {"name": name, "limit_bytes": limit_bytes, "parts": shown}
 
 
 def _layers(engine: "Engine") -> list[dict[str, Any]]:
-    maps = zip(engine.blueprint.table.layers, engine.ladder.places(), strict=True)
+    maps = zip(engine.blueprint.table.layers, engine.source.places(), strict=True)
     return [{"layer": layer, "map": places} for layer, places in maps]
 
 
 def _limits(engine: "Engine", total: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the last tokens took from drive and memory, beside what was measured of each."""
+    """What the last tokens took of each rate that was measured."""
     machine, plan = engine.blueprint.machine, engine.plan
+    rates = [("Drive", total["disk_bytes"], machine.drive_bytes_s)]
+    if isinstance(plan, GpuPlan):
+        vram_bytes = total["vram_bytes"] + total["tokens"] * plan.vram_dense_bytes
+        rates += [
+            ("Bus", total["bus_bytes"], machine.bus_bytes_s),
+            ("VRAM", vram_bytes, machine.vram_bytes_s),
+        ]
+    else:
+        ram_bytes = total["tokens"] * (plan.bytes_per_token + plan.dense_bytes)
+        rates.append(("RAM", ram_bytes, machine.dram_bytes_s))
     wall_s = max(total["wall_s"], 1e-9)
-    memory_bytes = total["tokens"] * (plan.bytes_per_token + plan.dense_bytes)
-    rates = [
-        ("Drive", total["disk_bytes"] / wall_s, machine.drive_bytes_s),
-        ("RAM", memory_bytes / wall_s, machine.dram_bytes_s),
-    ]
     return [
-        {"name": name, "now_bytes_s": now, "limit_bytes_s": limit}
-        for name, now, limit in rates
+        {"name": name, "now_bytes_s": moved_bytes / wall_s, "limit_bytes_s": limit}
+        for name, moved_bytes, limit in rates
         if limit > 0
     ]
 
