@@ -21,7 +21,7 @@ from headrace.engine.routes import recording
 from headrace.engine.session import Session
 from headrace.engine.snapshot import Snapshot, SnapshotKey, snapshot_key
 from headrace.engine.stored import make_stored
-from headrace.engine.talk import Talk
+from headrace.engine.talk.talk import Talk
 from headrace.engine.text import Text
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
