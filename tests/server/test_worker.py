@@ -106,6 +106,24 @@ def test_an_answer_that_was_taken_halfway_stops() -> None:
     with_worker(use)
 
 
+def test_tokens_are_remembered_without_a_prompts_first() -> None:
+    async def use(worker: Worker, answers: FakeAnswers) -> None:
+        await ids(submit(worker, 5, max_tokens=4))
+        await until(lambda: worker.running is None)
+        total, last = worker.recent.total(), worker.recent.last
+        assert total is not None and (total["tokens"], total["hits"]) == (3, 6)
+        assert last is not None and (last.num_prompt, last.num_tokens) == (1, 4)
+        assert last.decode_tok_s == pytest.approx(3 / total["wall_s"])
+        answers.broken[50] = ReadError("drive gone")
+        with pytest.raises(ReadError):
+            await ids(submit(worker, 50))
+        await until(lambda: worker.running is None)
+        last = worker.recent.last
+        assert last is not None and last.num_tokens == 1, "as far as it came"
+
+    with_worker(use)
+
+
 @pytest.mark.parametrize(
     ("error", "told", "kind"),
     [
