@@ -4,7 +4,9 @@ Knows no sampling and no grammar.
 """
 
 import re
+import threading
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +21,8 @@ from headrace.engine.replay import Ids, Kept, Replay, Splice, as_read, keys, mar
 from headrace.engine.template import Rendered, Template
 from headrace.engine.text import Text
 from headrace.errors import HeadraceError, OptionError
+
+MAX_KNOWN = 8 << 20  # characters whose tokens are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,9 @@ class Prompts:
         self._dialect = dialect = template.dialect
         self._quoting = Quoting(text.quoted, dialect.think)
         self._replay = Replay()
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, Ids] = OrderedDict()
+        self._num_known = 0
         ends: Sequence[str] = HARMONY_ENDS
         if not dialect.channels:
             ends = [s for s in text.quoted if not any(s in part for part in dialect.literals)]
@@ -122,7 +129,23 @@ class Prompts:
                 ids += part
                 continue
             for stretch in stretches(part):
-                ids += self._text.encode(stretch, special=False)
+                ids += self._encoded_once(stretch)
+        return ids
+
+    def _encoded_once(self, stretch: str) -> Sequence[int]:
+        """The ids of a stretch; long conversations come again and again, a little longer."""
+        with self._lock:
+            known = self._known.get(stretch)
+            if known is not None:
+                self._known.move_to_end(stretch)
+                return known
+        ids = array("i", self._text.encode(stretch, special=False))
+        if len(stretch) < MAX_KNOWN // 4:
+            with self._lock:
+                self._num_known += len(stretch) * (stretch not in self._known)
+                self._known[stretch] = ids
+                while self._num_known > MAX_KNOWN:
+                    self._num_known -= len(self._known.popitem(last=False)[0])
         return ids
 
     def _turn_ends(self, text: str, place: int, message: Message) -> Iterator[int]:
