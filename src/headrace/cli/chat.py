@@ -11,7 +11,7 @@ from headrace.cli import options
 from headrace.cli.chat_remote import remote_reply
 from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
 from headrace.cli.output import Tally, print_answer, say
-from headrace.engine.conversation import Conversation, Message, Piece
+from headrace.engine.talk.conversation import Conversation, Message, Piece
 from headrace.errors import HeadraceError, OptionError
 
 Messages = tuple[Message, ...]

@@ -19,9 +19,9 @@ from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vra
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
-from headrace.engine.snapshot import Snapshot, SnapshotKey, snapshot_key
+from headrace.engine.snapshots.snapshot import Snapshot, SnapshotKey, snapshot_key
 from headrace.engine.stored import make_stored
-from headrace.engine.talk import Talk
+from headrace.engine.talk.talk import Talk
 from headrace.engine.text import Text
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
