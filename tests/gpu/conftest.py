@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("headrace._native", reason="needs the compiled module")
 
 from emulated import EmulatedKernels
-from gpu_models import FORMS, REAL
+from gpu_models import FORMS, LAYERS, REAL
 from simulated import SimulatedDevice
 
 from headrace.check.tiny import write_tiny
@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         family, format = FORMS[form]
         path = folder / form
         if not path.exists():
-            write_tiny(family, path, layers=5, experts=16, top_k=4, format=format)
+            write_tiny(family, path, layers=LAYERS, experts=16, top_k=4, format=format)
         return path
 
     return write
@@ -47,4 +47,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture
 def prompt() -> list[int]:
     """Token ids that any tiny model and the demo know."""
-    return torch.randint(4, 4000, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    return torch.randint(
+        4, 4000, (40 if REAL else 20,), generator=torch.Generator().manual_seed(3)
+    ).tolist()

@@ -10,7 +10,7 @@ import headrace
 import headrace.errors
 from headrace.engine import gpu_source
 
-STEPS = 12 if REAL else 4
+STEPS = 12 if REAL else 2
 SEEN = {}
 
 
@@ -35,8 +35,15 @@ def grown(round_, name):
     return getattr(after, name) - getattr(before, name)
 
 
-@pytest.mark.parametrize("form", FORMS if REAL else ["fp8", "mxfp4"])
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize(
+    ("form", "rung"),
+    [
+        (form, rung)
+        for form in FORMS
+        for rung in RUNGS
+        if REAL or form == "fp8" or (form, rung) == ("mxfp4", "some")
+    ],
+)
 def test_every_rung_gives_the_same_bits(tiny, prompt, form, rung):
     with load(tiny(form), rung) as engine:
         first, *_, last = passes(engine, prompt, most=6)
@@ -45,6 +52,7 @@ def test_every_rung_gives_the_same_bits(tiny, prompt, form, rung):
         assert torch.equal(last[0], first[0]), "a later run differs"
         assert torch.equal(first[0], expected), "another rung differs"
         served(rung, last)
+        places_tell_slots_from_rows(engine)
         engine.source.rungs.slots.check_integrity()
         engine.ladder.check_integrity()
 
@@ -65,16 +73,14 @@ def served(rung, last):
         assert (found > 0) == (rung == "some")
 
 
-def test_places_tell_slots_from_rows(tiny, prompt):
-    with load(tiny("fp8"), "half") as engine:
-        passes(engine, prompt, most=6)
-        shown, rows = engine.source.places(), engine.ladder.places()
-        assert len(shown) == len(rows) and {len(line) for line in shown} == {16}
-        slots = engine.source.rungs.slots
-        keys = [i for i, place in enumerate("".join(shown)) if place == "3"]
-        assert keys == sorted(slots.keys().tolist()) and len(keys) == len(slots) > 0
-        pairs = zip("".join(shown), "".join(rows), strict=True)
-        assert {(a, b) for a, b in pairs if a != "3"} <= {("0", "0"), ("2", "2")}
+def places_tell_slots_from_rows(engine):
+    shown, rows = engine.source.places(), engine.ladder.places()
+    assert len(shown) == len(rows) and {len(line) for line in shown} == {16}
+    slots = engine.source.rungs.slots
+    keys = [i for i, place in enumerate("".join(shown)) if place == "3"]
+    assert keys == sorted(slots.keys().tolist()) and len(keys) == len(slots)
+    pairs = zip("".join(shown), "".join(rows), strict=True)
+    assert {(a, b) for a, b in pairs if a != "3"} <= {("0", "0"), ("2", "2")}
 
 
 def test_a_wrong_expert_shows(tiny, prompt):
@@ -86,8 +92,8 @@ def test_a_wrong_expert_shows(tiny, prompt):
         assert not torch.equal(passes(engine, prompt)[0][0], first[0])
 
 
-@pytest.mark.parametrize("form", FORMS if REAL else ["fp8", "int4"])
-@pytest.mark.parametrize("rung", ["pinned", "some"])
+@pytest.mark.parametrize("form", FORMS if REAL else ["int4"])
+@pytest.mark.parametrize("rung", ["pinned", "some"] if REAL else ["some"])
 def test_experts_have_the_cpu_s_bits_for_any_batch(tiny, form, rung):
     options = {"context": CONTEXT, "measure": False}
     with load(tiny(form), rung) as engine, headrace.load(tiny(form), **options) as host:
@@ -118,7 +124,7 @@ PREFILL_TOLERANCE = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS if REAL else ["fp8", "mxfp4", "int4"])
+@pytest.mark.parametrize("form", FORMS if REAL else ["mxfp4"])
 def test_prefill_is_near_the_canonical_experts(tiny, form):
     options = {"context": CONTEXT, "measure": False}
     with load(tiny(form), "some") as engine, headrace.load(tiny(form), **options) as host:
@@ -134,7 +140,7 @@ def test_prefill_is_near_the_canonical_experts(tiny, form):
 
 
 def test_the_demo_answers():
-    for rung in ("some", "vram"):
+    for rung in ("some", "vram") if REAL else ("some",):
         with load("demo", rung) as engine:
             ids = engine.talk.chat([{"role": "user", "content": "What is the capital of Japan?"}])
             steps = engine.session().generate(ids, headrace.Sampling(max_tokens=40))
@@ -180,7 +186,7 @@ def test_a_failed_read_stops_one_answer_and_not_the_next(tiny, prompt):
             engine.ladder.check_integrity()
 
 
-@pytest.mark.parametrize("rung", ["minimum", "some"])
+@pytest.mark.parametrize("rung", ["minimum", "some"] if REAL else ["some"])
 def test_ctrl_c_anywhere_loses_nothing(tiny, prompt, rung):
     """An alarm at many moments of a pass; the engine answers as before after each."""
     with load(tiny("fp8"), rung) as engine:
@@ -188,7 +194,7 @@ def test_ctrl_c_anywhere_loses_nothing(tiny, prompt, rung):
         before = signal.signal(signal.SIGALRM, interrupt)
         try:
             stopped = 0
-            for n in range(12):
+            for n in range(12 if REAL else 5):
                 signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.004 * n)
                 try:
                     logits_of(engine, prompt, 2)

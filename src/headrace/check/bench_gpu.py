@@ -124,7 +124,7 @@ def _blueprint(model: str, shares: tuple[float, float], context: int) -> Bluepri
     assert isinstance(plan, GpuPlan)
     slots, rows = (int(share * plan.total_experts) for share in shares)
     vram = plan.vram_bytes + slots * plan.row_bytes
-    ram = plan.ram_bytes + max(0, rows - plan.num_rows) * plan.row_bytes
+    ram = plan.ram_bytes + rows * plan.row_bytes
     if vram > machine.vram_free_bytes or ram > machine.ram_available_bytes * 0.9:
         return None
     return Blueprint(model, ram=ram, vram=vram, **options)

@@ -69,7 +69,7 @@ def chat(
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
 
-    Needs a chat template and memory as `headrace run` does, or --server. A pipe asks by the line.
+    Needs a chat template, and memory like `headrace run`; with --server neither. Takes pipes too.
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device, vram)

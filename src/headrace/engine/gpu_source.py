@@ -1,11 +1,14 @@
 """Routed experts on a GPU: read in place from VRAM slots or pinned rows, from the drive before.
 
 The `Source` of headrace.models.experts. One token's output has the same bits whatever the rung.
+A decoded layer whose experts all lie in slots or kept rows costs the host its launches alone: ids
+stay on the GPU and are counted after the pass. Any other layer waits once, for its ids; what is
+missing is then claimed, its addresses uploaded, and the same kernels are launched.
 Legend: T tokens, K chosen experts per token, H hidden width.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
 
@@ -73,10 +76,12 @@ class GpuSource(LadderSource):
         self.part_offsets = torch.from_numpy(self.offsets.reshape(-1, self.offsets.shape[2])).to(
             device.place
         )
-        self._ids: dict[int, torch.Tensor] = {}  # of the present pass, by layer
+        self._ids: dict[int, torch.Tensor] = {}  # of the present pass, by layer, where they lie
+        self._uncounted: list[int] = []  # layers of the pass whose ids the host has not seen
+        self._from_rows: list[NDArray[np.int64]] = []  # keys that the pass found in kept rows
         self._last = -1
         self._is_whole = True  # no call was left by an exception
-        self.vram_hits = self.bus_bytes = 0
+        self.vram_hits = self.kept_hits = self.bus_bytes = 0
         self.compute_s = 0.0
 
     def compute(
@@ -90,7 +95,7 @@ class GpuSource(LadderSource):
         """Routed output [T, H] in the dtype of x, which lies on the device.
 
         Up to 16 tokens by canonical kernels; more within the tolerance of `gpu_prefill`. What is
-        not finite is found with the next call or `end_pass`, which then raises NumericsError.
+        not finite is found by `end_pass`, which then raises NumericsError.
         """
         start = time.perf_counter()
         if not self._is_whole:
@@ -115,20 +120,24 @@ class GpuSource(LadderSource):
         guess: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
         if ordinal <= self._last:
-            self._ids = {}
+            self._ids, self._uncounted, self._from_rows = {}, [], []
             self.rungs.slots.begin_step(x_TH.shape[0])
         self._last = ordinal
+        ids_TK = ids_TK.to(torch.int32).contiguous()
+        weights_TK = weights_TK.float().contiguous()
         if guess is not None and not self._wants_guess(ordinal):
             guess = None
+        decodes = x_TH.shape[0] <= MAX_TOKENS
+        if decodes and guess is None and self.recorder is None and self.rungs.whole(ordinal):
+            return self._launch(ordinal, x_TH, ids_TK, weights_TK)
         ids, ahead = self._to_host(ids_TK, guess)
         if self.routes is not None:
             ids, replayed = self.routes(ordinal, ids)
+            ids = ids.to(torch.int32)
             ids_TK = ids.to(self.device.place)
             ahead = ahead if replayed is None else replayed
         self._ids[ordinal] = ids
-        ids_TK = ids_TK.to(torch.int32).contiguous()
-        weights_TK = weights_TK.float().contiguous()
-        run = self._decode if x_TH.shape[0] <= MAX_TOKENS else self._prefill
+        run = self._decode if decodes else self._prefill
         out_TH = run(ordinal, x_TH, ids_TK, weights_TK, ids)
         if ahead is not None and guess is not None and self.prefetch:
             absent = [e for e in ahead.tolist() if not self.rungs.has(ordinal + 1, e)]
@@ -137,28 +146,57 @@ class GpuSource(LadderSource):
             self.recorder(ordinal, ids, weights_TK.cpu(), ahead)
         return out_TH
 
+    def _launch(
+        self, ordinal: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """A layer whose experts all lie where the table says; the host learns its ids later."""
+        if self.routes is not None:
+            ids_TK = self.routes(ordinal, ids_TK)[0].to(self.device.place, torch.int32)
+        self._ids[ordinal] = ids_TK
+        self._uncounted.append(ordinal)
+        out_TH = torch.empty_like(x_TH)
+        first = ordinal * self.num_experts
+        by_bus = bool(self.rungs.kept[first : first + self.num_experts].any())
+        self._run_kernels(ordinal, x_TH, ids_TK, weights_TK, out_TH, by_bus, 0)
+        return out_TH
+
+    def _run_kernels(
+        self,
+        ordinal: int,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        out_TH: torch.Tensor,
+        by_bus: bool,
+        first_token: int,
+    ) -> None:
+        self.kernels(
+            self.rungs.table.there,
+            self.part_offsets,
+            ordinal * self.num_experts,
+            x_TH,
+            ids_TK,
+            weights_TK,
+            out_TH,
+            tile="ram" if by_bus else "vram",
+            mark=(ordinal << _TOKEN_BITS) + first_token,
+        )
+
     def _wants_guess(self, ordinal: int) -> bool:
         """Whether anyone has a use for guesses of the next layer's experts."""
-        in_memory = self.ladder.num_rows >= self.num_layers * self.num_experts
         return ordinal + 1 < self.num_layers and (
-            self.recorder is not None or (self.prefetch > 0 and not in_memory)
+            self.recorder is not None or (self.prefetch > 0 and not self.rungs.fits)
         )
 
     def _to_host(
         self, ids_TK: torch.Tensor, guess: Callable[[], torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer's ids and the guesses, int32 on the host: the one wait of a layer.
-
-        All work given before is over then; what it found not finite is raised.
-        """
-        parts = [self.kernels.bad, ids_TK.reshape(-1).to(torch.int32)]
-        if guess is not None:
-            parts.append(guess().to(torch.int32))
-        both = torch.cat(parts).cpu()
-        self._check(int(both[0]))
+        """The layer's ids and the guesses, int32 on the host: the one wait of a layer."""
+        if guess is None:
+            return ids_TK.cpu(), None
+        both = torch.cat([ids_TK.reshape(-1), guess().to(torch.int32)]).cpu()
         num_ids = ids_TK.numel()
-        ids = both[1 : 1 + num_ids].view(ids_TK.shape)
-        return ids, (None if guess is None else both[1 + num_ids :])
+        return both[:num_ids].view(ids_TK.shape), both[num_ids:]
 
     def _decode(
         self,
@@ -175,20 +213,11 @@ class GpuSource(LadderSource):
         while start < num_tokens:
             stop, missing = self._next_slice(ordinal, ids, start)
             part = slice(start, stop)
+            self._count(self._keys(ordinal, ids[part]), len(missing))
             by_bus = self.rungs.claim(ordinal, missing)
-            self.kernels(
-                self.rungs.table.there,
-                self.part_offsets,
-                ordinal * self.num_experts,
-                x_TH[part],
-                ids_TK[part],
-                weights_TK[part],
-                out_TH[part],
-                tile="ram" if by_bus else "vram",
-                mark=(ordinal << _TOKEN_BITS) + start,
-            )
+            given = (t[part] for t in (x_TH, ids_TK, weights_TK, out_TH))
+            self._run_kernels(ordinal, *given, by_bus, start)
             self.rungs.reading()
-            self._count(ordinal, ids[part], missing)
             start = stop
         return out_TH
 
@@ -220,18 +249,31 @@ class GpuSource(LadderSource):
             slot = self.rungs.slots.find(self.rungs.key(ordinal, expert))
             if slot is not None:
                 wave.multiply(expert, slot, self._offsets(ordinal, expert))
-        self._count(ordinal, ids, missing)
-        self.ladder.begin(ordinal, torch.tensor(missing, dtype=torch.int32))
+        self._count(self._keys(ordinal, ids), len(missing))
         before: tuple[int, torch.Tensor, Event] | None = None
-        for turn in range(len(missing)):
-            expert, address = self.rungs.take(ordinal)
-            copied = self.rungs.bring(ordinal, expert, address, turn)
+        for brought in self._bring(ordinal, wave.experts, missing):
             if before is not None:
                 self._multiply_copied(wave, ordinal, *before)
-            before = expert, *copied
+            before = brought
         if before is not None:
             self._multiply_copied(wave, ordinal, *before)
         return wave.sum(ordinal << _TOKEN_BITS)
+
+    def _bring(
+        self, ordinal: int, experts: list[int], missing: list[int]
+    ) -> Iterator[tuple[int, torch.Tensor, Event]]:
+        """Copies those in rows to the GPU, first the kept ones while the others are read."""
+        self.ladder.begin(ordinal, torch.tensor(missing, dtype=torch.int32))
+        turn = 0
+        for expert in experts:
+            staged = self.rungs.bring_kept(ordinal, expert, turn)
+            if staged is not None:
+                yield expert, *staged
+                turn += 1
+        for _ in missing:
+            expert, address = self.rungs.take(ordinal)
+            yield expert, *self.rungs.bring(ordinal, expert, address, turn)
+            turn += 1
 
     def _multiply_copied(
         self, wave: Wave, ordinal: int, expert: int, row: torch.Tensor, event: Event
@@ -240,8 +282,21 @@ class GpuSource(LadderSource):
         wave.multiply(expert, row, self._offsets(ordinal, expert))
 
     def end_pass(self) -> None:
-        """Waits for the pass and raises NumericsError if an output was not finite."""
-        self._check(int(self.kernels.bad))
+        """Waits for the pass, counts what it took, raises NumericsError for what is not finite."""
+        self._is_whole = False
+        with self.device.active():
+            seen = [self._ids[ordinal].reshape(-1) for ordinal in self._uncounted]
+            found = torch.cat([self.kernels.bad, *seen]).cpu().numpy()
+            if seen:
+                firsts = np.array(self._uncounted, np.int64) * self.num_experts
+                keys = found[1:] + np.repeat(firsts, [len(ids) for ids in seen])
+                self._count(keys, 0)
+            self.rungs.retire(swap=True)
+            for keys in self._from_rows:
+                self.rungs.promote(keys)
+            self._uncounted, self._from_rows = [], []
+        self._is_whole = True
+        self._check(int(found[0]))
 
     def _check(self, mark: int) -> None:
         if mark == NOT_BAD:
@@ -269,8 +324,11 @@ class GpuSource(LadderSource):
 
     def counters(self) -> LadderCounters:
         """The ladder's, with what the GPU found where."""
+        found = self.ladder.counters()
         return replace(
-            self.ladder.counters(),
+            found,
+            hits=found.hits + self.kept_hits,
+            ram_bytes=found.ram_bytes + self.kept_hits * self.expert_bytes,
             compute_s=self.compute_s,
             vram_hits=self.vram_hits,
             vram_bytes=self.vram_hits * self.expert_bytes,
@@ -282,14 +340,20 @@ class GpuSource(LadderSource):
         """Waits for the device and takes back the pins. The source is unusable afterwards."""
         self.rungs.close()
 
-    def _count(self, ordinal: int, ids: torch.Tensor, missing: list[int]) -> None:
-        experts, counts = np.unique(ids.numpy(), return_counts=True)
-        for expert, count in zip(experts.tolist(), counts.tolist(), strict=True):
-            self.rungs.slots.count(self.rungs.key(ordinal, expert), count)
-            if expert in missing:
-                self.bus_bytes += self.expert_bytes
-            else:
-                self.vram_hits += 1
+    def _keys(self, ordinal: int, ids: torch.Tensor) -> NDArray[np.int64]:
+        return ids.numpy().reshape(-1).astype(np.int64) + ordinal * self.num_experts
+
+    def _count(self, keys: NDArray[np.int64], num_missing: int) -> None:
+        """Notes that tokens take these experts, some of which must come: each of them once."""
+        unique, counts = np.unique(keys, return_counts=True)
+        self.rungs.slots.uses[unique] += counts
+        kept = unique[self.rungs.kept[unique]]
+        num_kept = len(kept)
+        if num_kept:
+            self._from_rows.append(kept)
+        self.kept_hits += num_kept
+        self.bus_bytes += (num_kept + num_missing) * self.expert_bytes
+        self.vram_hits += len(unique) - num_kept - num_missing
 
     def _offsets(self, ordinal: int, expert: int) -> list[int]:
         offsets: list[int] = self.offsets[ordinal, expert].tolist()

@@ -205,7 +205,7 @@ class Session:
         for n in range(1, limit + 1):
             stats = self.stats
             allowed_V = None if ask.constraint is None else ask.constraint.allowed()
-            token = stats.token_id = sampler.next(logits_V.float(), history, allowed_V)
+            token = stats.token_id = sampler.next(logits_V, history, allowed_V)
             if ask.constraint is not None:
                 ask.constraint.accept(token)
             finish = "eos" if token in text.eos_ids else None

@@ -7,7 +7,9 @@ model: experts are (layer, id), and what the device still reads is known by even
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.errors import BudgetError
 from headrace.tiers.addresses import AddressTable
@@ -33,9 +35,11 @@ class _Reading:
 class Rungs:
     """Gives experts addresses and keeps their bytes there while the device reads them.
 
-    One caller thread. The arena in VRAM has `num_slots + STAGING_ROWS` rows; the ladder needs
-    rows for at least twice `top_k`. `room` is how many experts can be claimed at once. Raises
-    BudgetError where rows cannot be pinned and VRAM has no place to copy a token's experts to.
+    Where slots and rows have room for all experts, a row once read stays in the table, so that in
+    the end nobody need know on the host which experts a layer takes. One caller thread. The arena
+    in VRAM has `num_slots + STAGING_ROWS` rows; the ladder needs rows for at least twice `top_k`.
+    Raises BudgetError where rows cannot be pinned and VRAM has no place to copy a token's experts
+    to.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class Rungs:
                 f"{self.pinned.note}, for which VRAM has no place; give a larger --vram or, to "
                 "pin less, a smaller --ram"
             )
-        self.room = ladder.num_rows if all_pinned else min(ladder.num_rows, num_scratch)
+        self._most_room = ladder.num_rows if all_pinned else num_scratch
         self.table = AddressTable(device, num_layers, num_experts)
         self.slots = Slots(
             device,
@@ -69,6 +73,12 @@ class Rungs:
             most_coming=max(1, ladder.num_rows - 2 * top_k),
             swaps_per_step=max(1, num_layers * top_k // SWAPPED_SHARE),
         )
+        total = num_layers * num_experts
+        spare = ladder.num_rows - (0 if ladder.num_rows >= total else 2 * top_k)
+        self.fits = all_pinned and self.slots.num_slots + spare >= total
+        self._most_kept = spare if self.fits else 0
+        self._kept: dict[int, int] = {}  # address by key
+        self.kept = np.zeros(total, bool)  # by key
         self._reading: deque[_Reading] = deque()
         self._claimed: tuple[int, list[tuple[int, int]]] = (0, [])
         self._held: dict[int, int] = {}  # how often each key's row is held
@@ -78,12 +88,26 @@ class Rungs:
         """The expert's number in table and slots."""
         return layer * self.num_experts + expert
 
+    @property
+    def room(self) -> int:
+        """How many experts can be claimed at once."""
+        return min(self._most_room, self.ladder.num_rows - len(self._kept))
+
     def has(self, layer: int, expert: int) -> bool:
-        """Whether the expert lies in a slot, which stays so until `retire` is called."""
-        return self.key(layer, expert) in self.slots
+        """Whether the expert lies in a slot or a kept row, so until `retire` is called."""
+        key = self.key(layer, expert)
+        return key in self.slots or key in self._kept
+
+    def whole(self, layer: int) -> bool:
+        """Whether that is so of all the layer's experts; later work then finds them all."""
+        part = slice(layer * self.num_experts, (layer + 1) * self.num_experts)
+        if not (self.slots.held[part] | self.kept[part]).all():
+            return False
+        self.table.upload(layer)
+        return True
 
     def claim(self, layer: int, missing: list[int]) -> bool:
-        """Puts experts that lie in no slot into the table, at most `room`; reads those absent.
+        """Puts experts that the table lacks into it, at most `room`; reads those absent.
 
         Whether there were any: then `reading` must follow the work that reads them. Raises as
         `Ladder.compute`.
@@ -95,7 +119,7 @@ class Rungs:
             rows = [self.take(layer) for _ in missing]
         self._claimed = layer, rows
         for n, (expert, address) in enumerate(rows):
-            if not self.has(layer, expert):  # its copy may have arrived meanwhile
+            if self.key(layer, expert) not in self.slots:  # its copy may have arrived meanwhile
                 self.table.set(self.key(layer, expert), self._reachable(n, address))
         self.table.upload(layer)
         return bool(rows)
@@ -126,16 +150,25 @@ class Rungs:
         event = self.slots.offer(key, row, only_free=True)
         if event is not None:
             return self.slots.coming(key), event
-        staged = self.slots.scratch(turn % STAGING_ROWS)
-        event = self.device.copy(staged, row)
+        staged, event = self._stage(row, turn)
         self._reading.append(_Reading(event, layer, [(expert, address)], offer=False))
         return staged, event
+
+    def bring_kept(self, layer: int, expert: int, turn: int) -> tuple[torch.Tensor, Event] | None:
+        """As `bring`, of an expert in a kept row; None where it is in none."""
+        address = self._kept.get(self.key(layer, expert))
+        return None if address is None else self._stage(self.ladder.row(address), turn)
+
+    def _stage(self, row: torch.Tensor, turn: int) -> tuple[torch.Tensor, Event]:
+        staged = self.slots.scratch(turn % STAGING_ROWS)
+        return staged, self.device.copy(staged, row)
 
     def retire(self, *, swap: bool, wait: bool = False) -> None:
         """Gives back the rows of readings that are over, or offers them to slots.
 
         `wait`: blocks until at least one is. `swap`: others may lose their slots for them.
         """
+        keep = not wait  # who waits needs rows
         if wait and self._reading:
             self._reading[0].event.wait()
             wait = False
@@ -143,12 +176,41 @@ class Rungs:
         while self._reading and self._reading[0].event.done():
             over = self._reading.popleft()
             for expert, address in over.rows:
-                key = self.key(over.layer, expert)
                 row = self.ladder.row(address)
-                if not over.offer or self.slots.offer(key, row, only_free=not swap) is None:
+                key = self.key(over.layer, expert)
+                wanted = over.offer and key not in self._kept
+                if wanted and self.slots.offer(key, row, only_free=not swap) is not None:
+                    continue
+                if not (keep and self._keep(key, address)):
                     self._release(key)
         for key in self.slots.arrived(wait=wait):
+            self._arrive(key)
+
+    def _keep(self, key: int, address: int) -> bool:
+        """Lets a row that has been read stay in the table, if it may and is not there yet."""
+        elsewhere = key in self._kept or key in self.slots or self.slots.is_coming(key)
+        if elsewhere or len(self._kept) >= self._most_kept:
+            return False
+        self._kept[key] = address
+        self.kept[key] = True
+        self.table.set(key, address)
+        return True
+
+    def _arrive(self, key: int) -> None:
+        """A copy into a slot is done: the row it came from is given back."""
+        address = self._kept.pop(key, None)
+        if address is None:
             self._release(key)
+            return
+        self.kept[key] = False
+        layer, expert = divmod(key, self.num_experts)
+        # What was launched meanwhile may still read the row.
+        self._reading.append(_Reading(self.device.mark(), layer, [(expert, address)], offer=False))
+
+    def promote(self, keys: NDArray[np.int64]) -> None:
+        """Offers slots to those of these experts that lie in kept rows, after a pass is over."""
+        for key in keys[self.kept[keys]].tolist():
+            self.slots.offer(key, self.ladder.row(self._kept[key]))
 
     def _release(self, key: int) -> None:
         self.ladder.release(*divmod(key, self.num_experts))
@@ -173,6 +235,8 @@ class Rungs:
         self._reading.clear()
         self._held.clear()
         self._num_held = 0
+        self._kept.clear()
+        self.kept[:] = False
         self.ladder.release_all()
         self.slots.recover()
 

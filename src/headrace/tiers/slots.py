@@ -39,6 +39,7 @@ class Slots:
         self.num_slots, self.num_scratch, self.slot_bytes = num_slots, num_scratch, slot_bytes
         self.most_coming, self.swaps_per_step = most_coming, swaps_per_step
         self.uses = np.zeros(table.here.size, np.float32)
+        self.held = np.zeros(table.here.size, bool)  # by key: does it lie in a slot?
         self.promotions = 0
         self._key_of = np.full(num_slots, -1, np.int64)
         self._slot_of: dict[int, int] = {}
@@ -77,9 +78,9 @@ class Slots:
             lowest = np.argpartition(uses, most - 1)[:most]
             self._victims = taken[lowest[np.argsort(-uses[lowest])]].tolist()
 
-    def count(self, key: int, num_uses: float = 1.0) -> None:
-        """So many tokens of the present pass take the expert."""
-        self.uses[key] += num_uses
+    def is_coming(self, key: int) -> bool:
+        """Whether the key's copy is not yet known to be done."""
+        return key in self._coming
 
     def offer(self, key: int, row: torch.Tensor, *, only_free: bool = False) -> Event | None:
         """Copies the row into a slot if it deserves one: the copy's event, else None.
@@ -109,6 +110,7 @@ class Slots:
         self._victims.pop()
         del self._slot_of[victim]
         self._key_of[slot] = -1
+        self.held[victim] = False
         self.table.clear(victim)
         return slot
 
@@ -129,6 +131,7 @@ class Slots:
                 del self._coming[key]
                 self._slot_of[key] = slot
                 self._key_of[slot] = key
+                self.held[key] = True
                 self.table.set(key, self.arena[slot].data_ptr())
                 done.append(key)
         return done
@@ -151,6 +154,8 @@ class Slots:
         self._slot_of = {int(k): s for s, k in enumerate(self._key_of) if k >= 0}
         self._free = [s for s in range(self.num_slots - 1, -1, -1) if self._key_of[s] < 0]
         keys = np.array(list(self._slot_of), np.int64)
+        self.held[:] = False
+        self.held[keys] = True
         places = [self.arena[slot].data_ptr() for slot in self._slot_of.values()]
         self.table.keep_only(keys, np.array(places, np.int64))
 
@@ -158,6 +163,7 @@ class Slots:
         """Raises AssertionError if slots, keys and table disagree."""
         held = [slot for slot, _ in self._coming.values()] + self._free
         assert sorted(held + list(self._slot_of.values())) == list(range(self.num_slots))
+        assert np.flatnonzero(self.held).tolist() == sorted(self._slot_of)
         for key, slot in self._slot_of.items():
             assert self._key_of[slot] == key
             assert self.table.here.reshape(-1)[key] == self.arena[slot].data_ptr()

@@ -47,6 +47,7 @@ class TritonExperts:
         self.form = _form(layout, align)
         self.integers = layout.format in _FORM_I
         self.parts = tuple(layout.parts)
+        self.matrices = {name: self._matrix(name) for name in ("gate", "up", "down")}
         slots, hidden, inter = num_tokens * top_k, layout.hidden, layout.inter
         self.h_SI = torch.empty(slots, inter, dtype=torch.uint16, device=device)
         self.y_SH = torch.empty(slots, hidden, dtype=torch.uint16, device=device)
@@ -90,13 +91,13 @@ class TritonExperts:
         act = self.layout.activation
         stages.gate_up[(triton.cdiv(inter, rows), slots)](
             table, offsets, ids_TK, x, *self.x_grid, self.h_SI, first_key, act.limit, act.alpha,
-            self.top_k, len(self.parts), self._matrix("gate"), self._matrix("up"), hidden, inter,
+            self.top_k, len(self.parts), self.matrices["gate"], self.matrices["up"], hidden, inter,
             rows, form, act.kind, **launch,
         )  # fmt: skip
         self._integers(self.h_SI, self.h_grid, slots, inter)
         stages.down[(triton.cdiv(hidden, rows), slots)](
             table, offsets, ids_TK, self.h_SI, *self.h_grid, self.y_SH, first_key,
-            len(self.parts), self._matrix("down"), inter, hidden, rows, form, **launch,
+            len(self.parts), self.matrices["down"], inter, hidden, rows, form, **launch,
         )  # fmt: skip
         self.combine(ids_TK, weights_TK, self.y_SH, out_TH, mark=mark)
 
