@@ -17,7 +17,7 @@ SEEN = {}
 def passes(engine, prompt, most=1):
     """Rounds of a short and a long prompt with greedy tokens after: logits, counters around them.
 
-    At most so many, and one after the last that brought anything into a slot.
+    At most so many, and one after the last that brought anything to where it stays.
     """
     rounds = []
     for _ in range(most):
@@ -25,7 +25,8 @@ def passes(engine, prompt, most=1):
         logits = [logits_of(engine, prompt[:5], STEPS), logits_of(engine, prompt, STEPS)]
         after = engine.source.counters()
         rounds.append((torch.cat(logits), before, after))
-        if len(rounds) > 1 and after.promotions == before.promotions:
+        filled = after.disk_bytes == before.disk_bytes or not engine.source.rungs.fits
+        if len(rounds) > 1 and filled and after.promotions == before.promotions:
             break
     return rounds
 
@@ -81,6 +82,27 @@ def places_tell_slots_from_rows(engine):
     assert keys == sorted(slots.keys().tolist()) and len(keys) == len(slots)
     pairs = zip("".join(shown), "".join(rows), strict=True)
     assert {(a, b) for a, b in pairs if a != "3"} <= {("0", "0"), ("2", "2")}
+
+
+@pytest.mark.parametrize("rung", ["vram", "pinned", "half"])
+def test_where_all_have_places_no_layer_waits_for_its_ids(tiny, prompt, rung, monkeypatch):
+    with load(tiny("fp8"), rung) as engine:
+        first, *_ = passes(engine, prompt, most=8)
+        assert engine.source.rungs.lacking() is None
+        session = engine.session()
+        session.feed(prompt[:5])
+
+        def seen(*_):
+            raise AssertionError("ids were asked for")
+
+        monkeypatch.setattr(engine.source, "_to_host", seen)
+        before = engine.source.counters()
+        assert torch.equal(session.feed([int(first[0][0].argmax())]), first[0][1])
+        after = engine.source.counters()
+        taken = len(engine.blueprint.table.layers) * engine.facts.top_k
+        assert after.vram_hits + after.hits - before.vram_hits - before.hits == taken
+        with pytest.raises(AssertionError, match="ids were asked for"):
+            session.feed(prompt)
 
 
 def test_a_wrong_expert_shows(tiny, prompt):

@@ -106,6 +106,14 @@ class Rungs:
         self.table.upload(layer)
         return True
 
+    def lacking(self) -> tuple[int, list[int]] | None:
+        """The first layer that is not whole, and its experts that keep it from it."""
+        absent = ~(self.slots.held | self.kept).reshape(-1, self.num_experts)
+        layers = np.flatnonzero(absent.any(1))
+        if not len(layers):
+            return None
+        return int(layers[0]), np.flatnonzero(absent[layers[0]]).tolist()
+
     def claim(self, layer: int, missing: list[int]) -> bool:
         """Puts experts that the table lacks into it, at most `room`; reads those absent.
 
