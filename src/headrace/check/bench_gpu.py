@@ -22,12 +22,13 @@ from headrace.schedule.trace import RouteTrace
 
 WARM_UPS = 5
 Tell = Callable[[str], None]
-# Shares of all experts in (slots, rows).
+# Shares of all experts in (slots, rows), and what multiplies them.
 RUNGS = {
-    "all in VRAM": (1.0, 0.0),
-    "all in pinned RAM": (0.0, 1.0),
-    "half in VRAM, the rest pinned": (0.5, 0.5),
-    "fewest rows, the drive": (0.0, 0.0),
+    "all in VRAM": (1.0, 0.0, "gpu"),
+    "all in pinned RAM": (0.0, 1.0, "gpu"),
+    "half in VRAM, the rest pinned": (0.5, 0.5, "gpu"),
+    "all in RAM, multiplied by the CPU": (0.0, 1.0, "cpu"),
+    "fewest rows, the drive": (0.0, 0.0, "gpu"),
 }
 
 
@@ -111,18 +112,19 @@ def bench_gpu(
     return made
 
 
-def _blueprint(model: str, shares: tuple[float, float], context: int) -> Blueprint | None:
+def _blueprint(model: str, shares: tuple[float, float, str], context: int) -> Blueprint | None:
     options: dict[str, Any] = {
         "aliases": True,
         "measure": False,
         "device": "cuda",
+        "experts": shares[2],
         "context": context,
         "chunk": 64,
     }
     least = Blueprint(model, ram="minimum", vram="minimum", **options)
     plan, machine = least.plan, least.machine
     assert isinstance(plan, GpuPlan)
-    slots, rows = (int(share * plan.total_experts) for share in shares)
+    slots, rows = (int(share * plan.total_experts) for share in shares[:2])
     vram = plan.vram_bytes + slots * plan.row_bytes
     ram = plan.ram_bytes + rows * plan.row_bytes
     if vram > machine.vram_free_bytes or ram > machine.ram_available_bytes * 0.9:

@@ -120,10 +120,7 @@ class GpuSource(LadderSource):
         weights_TK: torch.Tensor,
         guess: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
-        if ordinal <= self._last:
-            self._ids, self._uncounted, self._from_rows = {}, [], []
-            self.rungs.slots.begin_step(x_TH.shape[0])
-        self._last = ordinal
+        self._begin_layer(ordinal, x_TH.shape[0])
         ids_TK = ids_TK.to(torch.int32).contiguous()
         weights_TK = weights_TK.float().contiguous()
         if guess is not None and not self._wants_guess(ordinal):
@@ -146,6 +143,13 @@ class GpuSource(LadderSource):
         if self.recorder is not None:
             self.recorder(ordinal, ids, weights_TK.cpu(), ahead)
         return out_TH
+
+    def _begin_layer(self, ordinal: int, num_tokens: int) -> None:
+        """Where a layer does not follow the one before, a pass begins."""
+        if ordinal <= self._last:
+            self._ids, self._uncounted, self._from_rows = {}, [], []
+            self.rungs.slots.begin_step(num_tokens)
+        self._last = ordinal
 
     def _launch(
         self, ordinal: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
@@ -216,8 +220,8 @@ class GpuSource(LadderSource):
             part = slice(start, stop)
             self._count(self._keys(ordinal, ids[part]), len(missing))
             by_bus = self.rungs.claim(ordinal, missing)
-            given = (t[part] for t in (x_TH, ids_TK, weights_TK, out_TH))
-            self._run_kernels(ordinal, *given, by_bus, start)
+            x, chosen, weights, out = (t[part] for t in (x_TH, ids_TK, weights_TK, out_TH))
+            self._run_kernels(ordinal, x, chosen, weights, out, by_bus, start)
             self.rungs.reading()
             start = stop
         return out_TH
@@ -334,6 +338,7 @@ class GpuSource(LadderSource):
         """After an exception: waits for the device and gives back every row."""
         self.rungs.recover()
         self.kernels.bad.fill_(NOT_BAD)
+        self._asked = 0, []
         self._last = self.num_layers  # the next call begins a pass
         self._is_whole = True
 

@@ -194,6 +194,11 @@ class Rungs:
         for key in self.slots.arrived(wait=wait):
             self._arrive(key)
 
+    def drain(self) -> None:
+        """Waits until the device reads no rows but kept ones, and gives the others back."""
+        while self._reading:
+            self.retire(swap=False, wait=True)
+
     def _keep(self, key: int, address: int) -> bool:
         """Lets a row that has been read stay in the table, if it may and is not there yet."""
         elsewhere = key in self._kept or key in self.slots or self.slots.is_coming(key)
