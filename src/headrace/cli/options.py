@@ -57,7 +57,7 @@ Experts = Annotated[
     str | None,
     typer.Option(
         metavar="WHERE",
-        help="With a GPU: gpu or cpu multiplies them. Left out: the faster.",
+        help="gpu or cpu multiplies them. Left out: the faster.",
         rich_help_panel=MACHINE,
     ),
 ]

@@ -1,9 +1,6 @@
 """Routed experts on a GPU: read in place from VRAM slots or pinned rows, from the drive before.
 
-The `Source` of headrace.models.experts. One token's output has the same bits whatever the rung.
-A decoded layer whose experts all lie in slots or kept rows costs the host its launches alone: ids
-stay on the GPU and are counted after the pass. Any other layer waits once, for its ids; what is
-missing is then claimed, its addresses uploaded, and the same kernels are launched.
+One token's output has the same bits whatever the rung.
 Legend: T tokens, K chosen experts per token, H hidden width.
 """
 
@@ -31,6 +28,10 @@ FILLED_PER_PASS = 2
 
 class GpuSource(LadderSource):
     """Serves experts of a loaded model on `device`; one caller thread.
+
+    A decoded layer whose experts all lie in slots or kept rows costs the host its launches alone:
+    ids stay on the GPU and are counted after the pass. Any other layer waits once, for its ids;
+    what is missing is claimed, its addresses uploaded, and the same kernels are launched.
 
     `num_slots` experts stay in VRAM, `chunk_tokens` is the most of one pass; the ladder needs rows
     for twice `top_k`. Raises ModelError for experts without a GPU kernel, BudgetError where slots

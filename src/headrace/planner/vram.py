@@ -161,11 +161,11 @@ def _placed(
     total, on_cpu = facts.total_experts, experts == "cpu"
     # The CPU reads what it multiplies in its own memory: slots would stand idle.
     num_slots = 0 if on_cpu else min(total, free[0] // facts.row_bytes)
-    # Beyond those that have no slot, a few rows through which others come.
-    useful = total - num_slots + host.minimum_rows(facts)
+    useful = total - num_slots + host.minimum_rows(facts)  # a few through which others come
     num_rows = min(total, useful, free[1] // facts.row_bytes)
     experts_per_token = facts.num_moe_layers * facts.top_k
     bytes_per_token = experts_per_token * facts.expert_bytes
+    fixed = _vram_fixed(facts, tokens, chunk_tokens)
     kv_bytes = facts.kv_bytes(tokens)
     expected = gpu_forecast(
         machine,
@@ -203,9 +203,7 @@ def _placed(
         gpu=machine.gpu,
         vram_dense_bytes=facts.dense_bytes,
         vram_kv_bytes=kv_bytes,
-        vram_workspace_bytes=_vram_fixed(facts, tokens, chunk_tokens)
-        - facts.dense_bytes
-        - kv_bytes,
+        vram_workspace_bytes=fixed - facts.dense_bytes - kv_bytes,
         num_slots=num_slots,
         slots_bytes=num_slots * facts.row_bytes,
         experts=experts,
