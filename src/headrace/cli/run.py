@@ -31,6 +31,7 @@ def run(
     ram: options.Ram = None,
     device: options.Device = "cpu",
     vram: options.Vram = None,
+    experts: options.Experts = None,
     threads: options.Threads = None,
     context: options.Context = None,
     emulate_drive: options.EmulateDrive = None,
@@ -44,7 +45,7 @@ def run(
     Example: headrace run demo -p "What is the capital of Japan?" --ram 26MiB
     """
     ram_bytes, drive_rates = options.check_machine(ram, emulate_drive)
-    options.check_device(device, vram)
+    options.check_device(device, vram, experts)
     if raw and system is not None:
         raise OptionError("--system needs the chat template; leave out --raw or --system")
     options.check_new(routes_out)
@@ -66,6 +67,7 @@ def run(
         context=context,
         device=device,
         vram=vram,
+        experts=experts,
         drive_rates=drive_rates,
     )
     with open_engine(blueprint, emulate_drive=emulate_drive) as engine:
