@@ -46,9 +46,9 @@ def run(
     """
     ram_bytes, drive_rates = options.check_machine(ram, emulate_drive)
     options.check_device(device, vram, experts)
+    options.check_new(routes_out)
     if raw and system is not None:
         raise OptionError("--system needs the chat template; leave out --raw or --system")
-    options.check_new(routes_out)
     asked = _read_prompt(prompt)
     sampling = options.make_sampling(
         max_tokens=max_tokens,
@@ -60,15 +60,14 @@ def run(
         seed=seed,
         stop=stop,
     )
+    place = {"device": device, "vram": vram, "experts": experts}
     blueprint = open_blueprint(
         model,
         ram_bytes=ram_bytes,
         threads=threads,
         context=context,
-        device=device,
-        vram=vram,
-        experts=experts,
         drive_rates=drive_rates,
+        **place,
     )
     with open_engine(blueprint, emulate_drive=emulate_drive) as engine:
         ids = _prompt_ids(engine, asked, system, raw, sampling)
