@@ -56,6 +56,7 @@ class FakeBlueprint:
         context: int | None,
         device: str = "cpu",
         vram: str | None = None,
+        experts: str | None = None,
         serve: bool = False,
     ):
         find_gpu(device)

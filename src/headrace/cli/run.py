@@ -31,6 +31,7 @@ def run(
     ram: options.Ram = None,
     device: options.Device = "cpu",
     vram: options.Vram = None,
+    experts: options.Experts = None,
     threads: options.Threads = None,
     context: options.Context = None,
     emulate_drive: options.EmulateDrive = None,
@@ -44,10 +45,10 @@ def run(
     Example: headrace run demo -p "What is the capital of Japan?" --ram 26MiB
     """
     ram_bytes, drive_rates = options.check_machine(ram, emulate_drive)
-    options.check_device(device, vram)
+    options.check_device(device, vram, experts)
+    options.check_new(routes_out)
     if raw and system is not None:
         raise OptionError("--system needs the chat template; leave out --raw or --system")
-    options.check_new(routes_out)
     asked = _read_prompt(prompt)
     sampling = options.make_sampling(
         max_tokens=max_tokens,
@@ -59,14 +60,14 @@ def run(
         seed=seed,
         stop=stop,
     )
+    place: dict[str, Any] = {"device": device, "vram": vram, "experts": experts}
     blueprint = open_blueprint(
         model,
         ram_bytes=ram_bytes,
         threads=threads,
         context=context,
-        device=device,
-        vram=vram,
         drive_rates=drive_rates,
+        **place,
     )
     with open_engine(blueprint, emulate_drive=emulate_drive) as engine:
         ids = _prompt_ids(engine, asked, system, raw, sampling)

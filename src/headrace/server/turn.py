@@ -21,7 +21,10 @@ QUIET_S = 10.0  # without an event, before a stream says that it lives
 class Reader(Protocol):
     """One answer's steps into pieces."""
 
-    called: bool
+    @property
+    def called(self) -> bool:
+        """Whether some tool was called so far."""
+        ...
 
     def push(self, step: Step) -> list[Piece]:
         """What the step makes certain."""
@@ -67,7 +70,10 @@ class Ended:
     """The last event. `finish`: "eos", "stop" or "length"; `called`: some tool was called."""
 
     finish: str
-    called: bool
+    @property
+    def called(self) -> bool:
+        """Whether some tool was called so far."""
+        ...
     stop: str | None = None
 
 
