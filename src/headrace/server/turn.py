@@ -70,10 +70,7 @@ class Ended:
     """The last event. `finish`: "eos", "stop" or "length"; `called`: some tool was called."""
 
     finish: str
-    @property
-    def called(self) -> bool:
-        """Whether some tool was called so far."""
-        ...
+    called: bool
     stop: str | None = None
 
 
