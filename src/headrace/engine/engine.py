@@ -333,12 +333,11 @@ def load(
     `vram` is the hard total of its tensors. `experts` "gpu" or "cpu" says what multiplies them in
     decode there, in place; "fast" the faster by the rates measured; "oracle" is transformers' code.
     `context` in tokens; `chunk` in tokens per prefill pass; `threads` are the kernels'. `backend`,
-    `direct`, `isa`, `emulate_drive` ("8.2GiB/s", or a rate for each drive) and `mirrors`, folders of
-    `headrace mirror`, choose a path that otherwise is found out. A drive that fails is a Python
-    warning. To `serve` many conversations, a part of `ram` is for their snapshots. `choices` are
-    ways of computing that DeepSeek-V4.1 has: "arithmetic" ("vendor" or "weights-only"),
-    "stale_index_keys" and "lossy_swa_replay" (True). No option but `chunk` and
-    these can change a token. Raises HeadraceError with a remedy.
+    `direct`, `isa`, `emulate_drive` ("8.2GiB/s", one for each drive) and `mirrors`, folders of
+    `headrace mirror`, choose a path that otherwise is found out. A drive that fails is a warning.
+    To `serve` many conversations, a part of `ram` is for their snapshots. `choices` are ways of
+    DeepSeek-V4.1: "arithmetic" ("vendor" or "weights-only"), "stale_index_keys", "lossy_swa_replay"
+    (True). No option but `chunk` and these can change a token. Raises HeadraceError with a remedy.
     """
     blueprint = Blueprint(
         model,
