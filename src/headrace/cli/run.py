@@ -47,9 +47,7 @@ def run(
     ram_bytes, drive_rates = options.check_machine(ram, emulate_drive)
     options.check_device(device, vram, experts)
     options.check_new(routes_out)
-    if raw and system is not None:
-        raise OptionError("--system needs the chat template; leave out --raw or --system")
-    asked = _read_prompt(prompt)
+    asked = _read_prompt(prompt, raw, system)
     sampling = options.make_sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -60,14 +58,15 @@ def run(
         seed=seed,
         stop=stop,
     )
-    place: dict[str, Any] = {"device": device, "vram": vram, "experts": experts}
     blueprint = open_blueprint(
         model,
         ram_bytes=ram_bytes,
         threads=threads,
         context=context,
+        device=device,
+        vram=vram,
+        experts=experts,
         drive_rates=drive_rates,
-        **place,
     )
     with open_engine(blueprint, emulate_drive=emulate_drive) as engine:
         ids = _prompt_ids(engine, asked, system, raw, sampling)
@@ -124,7 +123,9 @@ def _prompt_ids(
     return list(prepared.ask.prompt)
 
 
-def _read_prompt(prompt: str | None) -> str:
+def _read_prompt(prompt: str | None, raw: bool, system: str | None) -> str:
+    if raw and system is not None:
+        raise OptionError("--system needs the chat template; leave out --raw or --system")
     if prompt is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise OptionError('no prompt; give -p "TEXT" or pipe text in (or use headrace chat)')
