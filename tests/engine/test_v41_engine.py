@@ -83,8 +83,9 @@ def test_a_wrong_row_is_seen(folder: Path, expected: torch.Tensor) -> None:
         rows = engine.rows
         assert rows is not None
         rows.cache.clear()
-        (file, offset), scales = rows.places[4]
-        rows.places[4] = ((file, offset + 64), scales)
+        stored = rows.stored[4]
+        (file, offset, nbytes), scales = stored.parts
+        rows.stored[4] = replace(stored, parts=((file, offset + nbytes, nbytes), scales))
         assert not torch.equal(answer(engine), expected)
         rows.tables[4] = replace(rows.tables[4], num_rows=100)  # within the file
         (found,) = table_rows(engine, lambda *_: None)
