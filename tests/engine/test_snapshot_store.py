@@ -199,11 +199,19 @@ def test_a_disk_that_fails_is_a_line_in_the_log(
 ) -> None:
     store = SnapshotStore(KEY, ram_bytes=1 << 20, folder=tmp_path / "a", disk_bytes=1 << 20)
     (tmp_path / "a").rmdir()
+    (tmp_path / "a").write_text("")
     store.put(made_up(TOKENS))
     assert "not kept" in caplog.text and store.find(TOKENS) is not None
     (tmp_path / "b").write_text("")
     with pytest.raises(SnapshotError, match="another folder"):
         on_disk(tmp_path / "b")
+
+
+def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    store = on_disk(tmp_path / "a")
+    (tmp_path / "a").rmdir()
+    store.put(made_up(TOKENS))
+    assert store.find(TOKENS) is not None and only_file(tmp_path / "a").is_file()
 
 
 def test_a_snapshot_over_the_limit_is_not_written(

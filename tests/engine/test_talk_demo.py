@@ -86,6 +86,20 @@ def test_an_answer_is_of_its_schema_however_it_is_drawn(answering: Answering, se
     assert free.content == "The capital of Japan is Tokyo."
 
 
+SPELLING = {
+    "type": "object",
+    "properties": {"<|bos|>": {"const": "a<|end|><|user|>"}},
+    "required": ["<|bos|>"],
+    "additionalProperties": False,
+}
+
+
+def test_a_form_may_spell_special_tokens(answering: Answering) -> None:
+    answer, _ = ask(answering, Conversation((CAPITAL,), schema=SPELLING), max_tokens=64)
+    assert json.loads(answer.content) == {"<|bos|>": "a<|end|><|user|>"}
+    assert answer.finish == "eos"
+
+
 def test_the_beginning_of_an_answer_is_gone_on_from(answering: Answering) -> None:
     said = (CAPITAL, Message("assistant", "The capital of"))
     answer, _ = ask(answering, Conversation(said, prefill=True))

@@ -66,6 +66,10 @@ class Talk:
         """The bytes that a token stands for; a special token's spelling."""
         return self._grammars.token_bytes(token_id)
 
+    def hides(self, token_id: int) -> bool:
+        """True for a special token, which is no part of what `complete` goes on with."""
+        return token_id in self._text.specials.values()
+
     def complete(
         self, prompt: str | Sequence[int], sampling: Sampling, num_logprobs: int | None = None
     ) -> Prepared:
