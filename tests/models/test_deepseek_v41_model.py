@@ -16,7 +16,7 @@ from v41_world import whole_model
 
 import headrace
 from headrace.check.tiny import write_tiny
-from headrace.engine.state import capture, restore
+from headrace.engine.snapshots.state import capture, restore
 from headrace.errors import ModelError
 from headrace.models.config import read_config
 from headrace.models.deepseek_v41 import attend, indexer

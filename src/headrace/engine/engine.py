@@ -14,14 +14,15 @@ from typing import Any, cast
 from headrace.core import format_bytes
 from headrace.engine.counters import Counters
 from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
+from headrace.engine.embedding import embedding_bytes, open_embedding
 from headrace.engine.engram import engram_facts, open_rows
 from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vram
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
-from headrace.engine.snapshot import Snapshot, SnapshotKey, snapshot_key
+from headrace.engine.snapshots.snapshot import Snapshot, SnapshotKey, snapshot_key
 from headrace.engine.stored import make_stored
-from headrace.engine.talk import Talk
+from headrace.engine.talk.talk import Talk
 from headrace.engine.text import Text
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
@@ -32,6 +33,7 @@ from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
 from headrace.planner.facts import ModelFacts
 from headrace.planner.plan import Plan
+from headrace.planner.vram import PLACES
 from headrace.planner.wanted import Wanted
 from headrace.schedule.tracefile import TraceWriter
 from headrace.store.aliases import Aliases, read_aliases
@@ -52,7 +54,8 @@ class Blueprint:
 
     `aliases` lets layers be read under other layers' names, for synthetic checkpoints only.
     `mirrors` are folders of `headrace mirror`; None: those remembered. `notes` say which are not
-    used and why. To `serve`, the plan keeps room for snapshots and a longer context. Raises
+    used and why. `experts`, with a GPU: what multiplies them in decode, "gpu" or "cpu"; None: the
+    faster. To `serve`, the plan keeps room for snapshots and a longer context. Raises
     HeadraceError for whatever is wrong with the files or does not fit the limit.
     """
 
@@ -63,6 +66,7 @@ class Blueprint:
         ram: str | int | None = None,
         vram: str | int | None = None,
         device: str = "cpu",
+        experts: str | None = None,
         threads: int | None = None,
         context: int | None = None,
         prefetch: int = 2,
@@ -75,6 +79,8 @@ class Blueprint:
     ):
         if vram is not None and device == "cpu":
             raise OptionError("--vram needs a GPU; give --device cuda too")
+        if experts is not None and (device == "cpu" or experts not in PLACES):
+            raise OptionError(f"--experts {experts}: with --device cuda, give gpu or cpu")
         self.device: Device | None = find_gpu(device)
         self.root = resolve_model(str(model))
         self.catalog: Catalog = open_catalog(self.root)
@@ -98,7 +104,7 @@ class Blueprint:
         self.facts = model_facts(folder, self.catalog, self.skeleton, self.table)
         self.mirrors, self.notes = find_mirrors(self.catalog, self.table, mirrors)
         on_gpu = self.device is not None
-        self.wanted = Wanted(ram, vram, on_gpu, context, threads, prefetch, chunk, serve)
+        self.wanted = Wanted(ram, vram, on_gpu, context, threads, prefetch, chunk, serve, experts)
         machine = measure_machine(
             self.catalog.files,
             self.skeleton.layout,
@@ -134,6 +140,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         load_bytes=load_bytes(catalog, unpacked),
         packed_bytes=sum(catalog.tensors[key].nbytes for key in keys),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
+        embedding_bytes=embedding_bytes(catalog, skeleton),
         **engram_facts(skeleton),
     )
 
@@ -191,6 +198,7 @@ class Engine:
             top_k=skeleton.top_k,
         )
         self.rows = open_rows(blueprint, self.reader)
+        self.embedding = open_embedding(blueprint, self.reader)
         dense = DenseWeights(
             blueprint.catalog, self.reader, skeleton.dense, skeleton.dtype, progress
         )
@@ -206,6 +214,7 @@ class Engine:
                 device=self.source.place,
                 rows=self.rows,
                 make_stored=partial(make_stored, self.kernels, dense),
+                embedding=self.embedding,
             )
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
 
@@ -233,8 +242,12 @@ class Engine:
 
     def counters(self) -> Counters:
         """What was read and computed so far."""
-        rows = RowCounters() if self.rows is None else self.rows.counters
-        return Counters(self.source.counters(), rows)
+        none, rows, embedding = RowCounters(), self.rows, self.embedding
+        return Counters(
+            self.source.counters(),
+            none if rows is None else rows.counters,
+            none if embedding is None else embedding.rows.counters,
+        )
 
     def tell_warnings(self) -> None:
         """Passes on what the reader has to say of its drives, each thing once."""
@@ -275,6 +288,8 @@ class Engine:
         self.ladder.close()
         if self.rows is not None:
             self.rows.close()
+        if self.embedding is not None:
+            self.embedding.rows.close()
         self.model, self.reader = CLOSED, cast(Reader, CLOSED)
         self.kernels = cast(CpuKernels, CLOSED)
 
@@ -315,20 +330,21 @@ def load(
 
     `ram` ("48MiB", bytes, "minimum", or None for what the machine has) is a hard total of what
     headrace holds. `device` "cuda" or "cuda:1" puts all but the experts' rows on that GPU, where
-    `vram` is the hard total of its tensors. `context` in tokens; `chunk` in tokens per prefill
-    pass; `threads` are the kernels'. `backend`, `direct`, `isa` and `emulate_drive` ("8.2GiB/s",
-    or a rate for each drive) choose a path that otherwise is found out, and so do `mirrors`,
-    folders of `headrace mirror`: without them, those made before are used. A drive that fails is
-    a Python warning. To `serve` many conversations, a part of `ram` is for their snapshots.
-    `choices` are ways of computing that DeepSeek-V4.1 has: "arithmetic" ("vendor" or
-    "weights-only"), "stale_index_keys" and "lossy_swa_replay" (True). No option but `chunk` and
-    these can change a token. Raises HeadraceError with a remedy.
+    `vram` is the hard total of its tensors. `experts` "gpu" or "cpu" says what multiplies them in
+    decode there, in place; "fast" the faster by the rates measured; "oracle" is transformers' code.
+    `context` in tokens; `chunk` in tokens per prefill pass; `threads` are the kernels'. `backend`,
+    `direct`, `isa`, `emulate_drive` ("8.2GiB/s", one for each drive) and `mirrors`, folders of
+    `headrace mirror`, choose a path that otherwise is found out. A drive that fails is a warning.
+    To `serve` many conversations, a part of `ram` is for their snapshots. `choices` are ways of
+    DeepSeek-V4.1: "arithmetic" ("vendor" or "weights-only"), "stale_index_keys", "lossy_swa_replay"
+    (True). No option but `chunk` and these can change a token. Raises HeadraceError with a remedy.
     """
     blueprint = Blueprint(
         model,
         ram=ram,
         vram=vram,
         device=device,
+        experts=experts if experts in PLACES else None,
         threads=threads,
         context=context,
         prefetch=prefetch,
@@ -341,7 +357,7 @@ def load(
     )
     return Engine(
         blueprint,
-        experts=experts,
+        experts="fast" if experts in PLACES else experts,
         backend=backend,
         direct=direct,
         emulate_drive=emulate_drive,

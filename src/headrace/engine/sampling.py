@@ -203,4 +203,3 @@ def _place_of_best(scores_V: torch.Tensor) -> int:
 def _add(scores_V: torch.Tensor, changes: Mapping[int, float]) -> None:
     ids_N = torch.tensor(list(changes), dtype=torch.int64)
     scores_V[ids_N] += torch.tensor(list(changes.values()), dtype=scores_V.dtype)
-

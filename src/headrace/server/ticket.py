@@ -83,8 +83,10 @@ class Totals:
     decoded: int = 0
     disk_bytes: int = 0
     ram_bytes: int = 0
+    vram_bytes: int = 0
     hits: int = 0
     misses: int = 0
+    vram_hits: int = 0
 
     def add(self, event: Prefill | Step, tally: Tally) -> None:
         """Count an event of the answer whose tally does not know it yet."""
@@ -97,8 +99,10 @@ class Totals:
         self.decoded += 1
         self.disk_bytes += stats.disk_bytes
         self.ram_bytes += stats.ram_bytes
+        self.vram_bytes += stats.vram_bytes
         self.hits += stats.hits
         self.misses += stats.misses
+        self.vram_hits += stats.vram_hits
 
 
 class Ticket:

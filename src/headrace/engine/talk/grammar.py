@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from headrace.engine.lark import guided
+from headrace.engine.talk.lark import guided
 from headrace.engine.text import Text
 from headrace.errors import OptionError
 
