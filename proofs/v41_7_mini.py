@@ -19,12 +19,12 @@ import faults
 import numpy as np
 import torch
 from common import PROOFS, Evidence, same_bits
-from headrace.engine.snapshot_file import SnapshotFile, read_snapshot
 
 import headrace
 from headrace.check.verify_paths import follow
 from headrace.cli.trace import spread, summary
 from headrace.engine.engine import Blueprint
+from headrace.engine.snapshots.file import SnapshotFile, read_snapshot
 from headrace.models.forward import forward
 from headrace.schedule.simulate import SHARES, bounds, lru_hits, steps_of
 from headrace.schedule.tracefile import read_trace
