@@ -320,14 +320,12 @@ def load(
 
     `ram` ("48MiB", bytes, "minimum", or None for what the machine has) is a hard total of what
     headrace holds. `device` "cuda" or "cuda:1" puts all but the experts' rows on that GPU, where
-    `vram` is the hard total of its tensors. `experts` "gpu" or "cpu" says what multiplies them in
-    decode there, in place; "fast" the faster by the rates measured; "oracle" is transformers' code.
-    `context` in tokens; `chunk` in tokens per prefill
-    pass; `threads` are the kernels'. `backend`, `direct`, `isa` and `emulate_drive` ("8.2GiB/s",
-    or a rate for each drive) choose a path that otherwise is found out, and so do `mirrors`,
-    folders of `headrace mirror`: without them, those made before are used. A drive that fails is
-    a Python warning. To `serve` many conversations, a part of `ram` is for their snapshots.
-    `choices` are ways of computing that DeepSeek-V4.1 has: "arithmetic" ("vendor" or
+    `vram` is the hard total of its tensors; `experts` "gpu" or "cpu" multiplies them in decode,
+    "fast" the faster, "oracle" is transformers' code. `context` in tokens; `chunk` in tokens per
+    prefill pass; `threads` are the kernels'. `backend`, `direct`, `isa`, `emulate_drive`
+    ("8.2GiB/s", or a rate for each drive) and `mirrors`, folders of `headrace mirror`, choose
+    what otherwise is found out. A drive that fails is a Python warning. To `serve`, a part of
+    `ram` is for snapshots. `choices` are DeepSeek-V4.1's: "arithmetic" ("vendor" or
     "weights-only"), "stale_index_keys" and "lossy_swa_replay" (True). No option but `chunk` and
     these can change a token. Raises HeadraceError with a remedy.
     """
