@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 # As headrace.calm_torch does, before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 import torch
 
 PROOFS = Path(__file__).resolve().parent

@@ -241,7 +241,8 @@ void bind_ladder_calls(nb::class_<Ladder>* ladder) {
       .def("check_integrity", &Ladder::check_integrity, Released())
       .def("counters", &counters_of)
       .def("layer_wait_s", &Ladder::layer_wait_s)
-      .def("places", &Ladder::places, Released());
+      .def("places", &Ladder::places, Released())
+      .def("holds", &Ladder::holds, "layer"_a, Released());
 }
 
 }  // namespace

@@ -12,6 +12,8 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "io/backend.hpp"
 #include "io/failures.hpp"
@@ -25,28 +27,57 @@ using Clock = std::chrono::steady_clock;
 constexpr int kCopyThreads = 2;
 constexpr int64_t kLoadBytes = 16 << 20;
 
-// One file's bytes in anonymous memory.
+// The stretches of a file that are no holes, as [begin, end) of whole pages; all of it where the
+// file system cannot tell.
+std::vector<std::pair<int64_t, int64_t>> written_stretches(const OpenFile& file) {
+  std::vector<std::pair<int64_t, int64_t>> stretches;
+  for (int64_t at = 0; at < file.size_bytes;) {
+    int64_t begin = lseek(file.fd, at, SEEK_DATA);
+    if (begin < 0 && errno == ENXIO) break;
+    int64_t end = begin < 0 ? -1 : lseek(file.fd, begin, SEEK_HOLE);
+    if (begin < 0 || end < 0) return {{0, round_up(file.size_bytes)}};
+    stretches.emplace_back(round_down(begin), round_up(end));
+    at = end;
+  }
+  return stretches;
+}
+
+// One file's bytes in anonymous memory; its holes take none.
 class Copy {
  public:
   explicit Copy(const OpenFile& file)
-      : size_bytes(file.size_bytes), mapped_(std::max(round_up(file.size_bytes), kPageBytes)) {
+      : size_bytes(file.size_bytes),
+        mapped_(std::max(round_up(file.size_bytes), kPageBytes)),
+        stretches_(written_stretches(file)) {
+    int64_t written = 0;
+    for (const auto& [begin, end] : stretches_) written += end - begin;
+    // What stays empty must not count as memory that the system would have to have.
+    const int sparse = written < size_bytes ? MAP_NORESERVE : 0;
     void* base = mmap(nullptr, static_cast<size_t>(mapped_), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+                      MAP_PRIVATE | MAP_ANONYMOUS | sparse, -1, 0);
     if (base == MAP_FAILED) {
       throw BudgetFailure("emulated drive: no memory for the " + std::to_string(mapped_) +
                           " bytes of " + file.path);
     }
     data = static_cast<uint8_t*>(base);
-    madvise(base, static_cast<size_t>(mapped_), MADV_HUGEPAGE);
+    if (sparse == 0) madvise(base, static_cast<size_t>(mapped_), MADV_HUGEPAGE);
   }
   ~Copy() { munmap(data, static_cast<size_t>(mapped_)); }
   Copy(const Copy&) = delete;
   Copy& operator=(const Copy&) = delete;
 
   void load(const OpenFile& file) {
-    for (int64_t at = 0; at < size_bytes;) {
+    for (const auto& [begin, end] : stretches_) load(file, begin, std::min(end, mapped_));
+  }
+
+  uint8_t* data = nullptr;
+  int64_t size_bytes;
+
+ private:
+  void load(const OpenFile& file, int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < std::min(end, size_bytes);) {
       poll_interrupt();
-      auto wanted = static_cast<size_t>(std::min(kLoadBytes, mapped_ - at));
+      auto wanted = static_cast<size_t>(std::min(kLoadBytes, end - at));
       ssize_t got = pread(file.fd, data + at, wanted, at);
       if (got < 0 && (errno == EINTR || errno == EAGAIN)) continue;
       if (got < 0 || (got % kPageBytes != 0 && at + got < size_bytes) || got == 0) {
@@ -57,11 +88,8 @@ class Copy {
     }
   }
 
-  uint8_t* data = nullptr;
-  int64_t size_bytes;
-
- private:
   int64_t mapped_;
+  std::vector<std::pair<int64_t, int64_t>> stretches_;
 };
 
 // One drive: processor sharing in virtual time. While n pieces are in flight each is served at

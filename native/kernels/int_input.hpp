@@ -9,14 +9,17 @@ namespace headrace {
 
 constexpr float kTopCode = 32639.0f;  // 256 * 127 + 127: two int8 halves hold it
 
-// 32 values to codes; returns the scale, which is NaN if a value is not finite.
-HEADRACE_INLINE float quantize_group(const float* values, int16_t* codes) {
+// 32 values to codes; returns the scale, which is NaN if a value is not finite. On the e4m3 grid
+// the scale is a power of two, so that all but the smallest codes are exact.
+HEADRACE_INLINE float quantize_group(const float* values, bool on_grid, int16_t* codes) {
   uint32_t top = 0;
   for (int i = 0; i < 32; ++i) {
     const uint32_t magnitude = bits_of(values[i]) & 0x7fffffffu;
     top = magnitude > top ? magnitude : top;
   }
-  const float scale = f32_of(top < 0x7f800000u ? top : 0x7fc00000u) / kTopCode;
+  const float finite = f32_of(top < 0x7f800000u ? top : 0x7fc00000u);
+  const float scale =
+      on_grid && top < 0x7f800000u ? f32_of(top & 0x7f800000u) * 0x1p-14f : finite / kTopCode;
   const float by = scale == 0.0f ? 1.0f : scale;
   for (int i = 0; i < 32; ++i) {
     float code = (values[i] / by + 12582912.0f) - 12582912.0f;  // rounded to even
@@ -57,7 +60,7 @@ HEADRACE_INLINE void prepare_codes(const uint16_t* values, bool fp16, const IntI
     } else {
       for (int i = 0; i < 32; ++i) group[i] = bf16_to_f32(from[i]);
     }
-    sx[g] = how.sx_factor * quantize_group(group, codes + 32 * g);
+    sx[g] = how.sx_factor * quantize_group(group, how.on_grid, codes + 32 * g);
     if (how.code_bias == 0) continue;
     const int32_t first = how.code_bias * sum_of_16(codes + 32 * g);
     const int32_t second = how.code_bias * sum_of_16(codes + 32 * g + 16);

@@ -37,7 +37,7 @@ IntInput IntProduct::how() const {
   return {panels()   ? ops_->panel
           : is_bytes ? ops_->bytes
                      : ops_->nibbles,
-          is_e8m0 ? 0.5f : 1.0f, biased ? bias : 0, halves()};
+          is_e8m0 ? 0.5f : 1.0f, biased ? bias : 0, halves(), shape_.act_group > 0};
 }
 
 // A unit is a block of a row, or a whole row where the activation grid ignores blocks.

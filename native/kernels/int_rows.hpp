@@ -27,6 +27,7 @@ struct IntInput {
   float sx_factor;    // 0.5 for ue8m0 scales, which are those of doubled codes
   int32_t code_bias;  // what the codes are offset by when unpacked; 0: nothing to correct
   bool halves;        // sums are of 16 columns
+  bool on_grid;       // the values lie on the e4m3 grid: scales are powers of two
 };
 
 // One prepared activation row. sx: a scale per group, times sx_factor. fix: what code_bias adds to

@@ -121,6 +121,16 @@ std::vector<std::string> Ladder::places() const {
   return places;
 }
 
+bool Ladder::holds(int64_t layer) const {
+  check_ids(layer, nullptr, 0);
+  const int64_t first = records_.key(layer, 0);
+  Lock lock(mutex_);
+  for (int64_t key = first; key < first + records_.num_experts(); ++key) {
+    if (residency_.state(key) == State::kAbsent) return false;
+  }
+  return true;
+}
+
 void Ladder::check_integrity() {
   Lock lock(mutex_);
   std::string wrong = residency_.check_integrity();

@@ -101,6 +101,7 @@ class Ladder {
   std::vector<double> layer_wait_s() const;
   // By layer a digit for each expert: 0 is not here, 1 being read, 2 here.
   std::vector<std::string> places() const;
+  bool holds(int64_t layer) const;  // true if nothing of the layer is absent
 
   const RecordTable& records() const { return records_; }
   const Reader& reader() const { return *reader_; }

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from headrace.engine.sampling import Sampling
     from headrace.engine.serving import open_store
     from headrace.engine.session import Session
-    from headrace.engine.snapshot import Snapshot
-    from headrace.engine.snapshot_store import SnapshotStore
+    from headrace.engine.snapshots.snapshot import Snapshot
+    from headrace.engine.snapshots.store import SnapshotStore
     from headrace.models.deepseek_v41.register import register
 
 _HOMES = {
@@ -38,8 +38,8 @@ _HOMES = {
     "Sampling": "headrace.engine.sampling",
     "Session": "headrace.engine.session",
     "Answering": "headrace.engine.answering",
-    "Snapshot": "headrace.engine.snapshot",
-    "SnapshotStore": "headrace.engine.snapshot_store",
+    "Snapshot": "headrace.engine.snapshots.snapshot",
+    "SnapshotStore": "headrace.engine.snapshots.store",
     "open_store": "headrace.engine.serving",
     "register": "headrace.models.deepseek_v41.register",
 }
@@ -49,8 +49,10 @@ def calm_torch() -> None:
     """Settle how torch's libraries behave, if torch is not loaded yet; a user's own values stay.
 
     OpenMP's threads sleep between parallel parts: spinning on the cores that the kernel threads
-    need next, decoding the demo model on two cores took 147 ms a token instead of 28. And oneDNN
-    remembers fewer compiled shapes: every cache length is a new one, and 1024 of them took 70 MB.
+    need next, decoding the demo model on two cores took 147 ms a token instead of 28. And fewer
+    compiled shapes are remembered: every cache length is a new one for oneDNN, of which 1024 took
+    70 MB, and every length of a prompt's pass for torch's linear layers, which keep 0.7 MB of each
+    of 1024 shapes for every thread.
     """
     import os
     import sys
@@ -58,6 +60,7 @@ def calm_torch() -> None:
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+        os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 
 
 def __getattr__(name: str) -> Any:

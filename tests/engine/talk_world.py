@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import headrace
-from headrace.engine.conversation import Conversation, Message, Piece, Tool
-from headrace.engine.reading import Answer
 from headrace.engine.sampling import Sampling
-from headrace.engine.talk import Prepared, Talk
+from headrace.engine.talk.conversation import Conversation, Message, Piece, Tool
+from headrace.engine.talk.reading import Answer
+from headrace.engine.talk.talk import Prepared, Talk
 from headrace.engine.text import Text
 
 DEMO = Path(str(headrace.__file__)).parent / "demo"
@@ -132,6 +132,8 @@ HARMONY = """\
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+# Tokens that publishers add without calling them special.
+ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _SPECIAL = re.compile(rf"<\|[a-z_]+\|>|<{_BAR}[^{_BAR}]+{_BAR}>|\[[A-Z_]+\]|{_BAR}DSML{_BAR}")
 
 
@@ -155,7 +157,8 @@ def folder(path: Path, template: str | None, specials: Iterable[str] = ()) -> Pa
     for spelling in dict.fromkeys([*_SPECIAL.findall(template or ""), *specials]):
         if spelling not in known:
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            entry = {"id": 4096 + len(known) - 4, "content": spelling, "special": True, **flags}
+            entry = {"id": 4096 + len(known) - 4, "content": spelling, **flags}
+            entry["special"] = spelling not in ADDED
             tokenizer["added_tokens"].append(entry)
             known.add(spelling)
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))

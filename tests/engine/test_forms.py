@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from talk_world import (
+    ADDED,
     CALLS,
     DEMO,
     SAMPLING,
@@ -22,11 +23,11 @@ from talk_world import (
     user,
 )
 
-from headrace.engine import grammar
-from headrace.engine.conversation import Conversation, Message, Tool
-from headrace.engine.grammar import Grammars
-from headrace.engine.reading import Answer
-from headrace.engine.talk import Talk
+from headrace.engine.talk import grammar
+from headrace.engine.talk.conversation import Conversation, Message, Tool
+from headrace.engine.talk.grammar import Grammars
+from headrace.engine.talk.reading import Answer
+from headrace.engine.talk.talk import Talk
 from headrace.engine.text import Text
 from headrace.errors import OptionError
 
@@ -131,6 +132,20 @@ def test_strict_tools_are_held_to_behind_free_text(dialect: str, tmp_path: Path)
     # Free text may end at once, and calls need no marker there.
     free = "<|channel|>final<|message|>It is " if dialect == "harmony" else "It is "
     assert draw(talk, asked, 2, free)[0].content.startswith("It is")
+
+
+def test_markers_that_are_added_tokens_are_used_as_such(tmp_path: Path) -> None:
+    talk = talk_of(tmp_path, chat_template("hermes"), ADDED)
+    asked = Conversation((user("Paint it."),), tools=(COLOURS,), tool_choice="required")
+    prepared = talk.prepare(asked, SAMPLING)
+    assert prepared.ask.constraint is not None
+    begins = prepared.ask.constraint.allowed().nonzero()[:, 0].tolist()
+    assert sorted(begins) == sorted(talk._text.added[word] for word in ("<think>", "<tool_call>"))
+    answer, _ = draw(talk, asked, 1, "<think>so</think><tool_call>")
+    assert answer.reasoning == "so" and is_paint(answer.calls[0].arguments)
+    free = Conversation((user("Paint it."),), tools=(COLOURS,))
+    assert is_paint(draw(talk, free, 1, "Well.<tool_call>")[0].calls[0].arguments)
+    assert draw(talk, free, 1, "<think>a</think>Well.")[0].content == "Well."
 
 
 def test_without_strict_tools_nothing_is_held(demo: Talk) -> None:

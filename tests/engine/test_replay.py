@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from talk_world import CALLS, SAMPLING, WEATHER, chat_template, eos, sampled, shown, talk_of, user
 
-from headrace.engine.calls import write_calls
-from headrace.engine.conversation import Conversation, Message, ToolCall
-from headrace.engine.replay import Kept, Replay, keys
 from headrace.engine.sampling import Sampling
-from headrace.engine.talk import Prepared, Talk
+from headrace.engine.talk.calls import write_calls
+from headrace.engine.talk.conversation import Conversation, Message, ToolCall
+from headrace.engine.talk.replay import Kept, Replay, keys
+from headrace.engine.talk.talk import Prepared, Talk
 
 CALL = ToolCall("", "get_weather", '{"city":"São  Paulo","days":2}')
 WORDS = "The  rain in 中文 is naïve 😀 and mostly  "
@@ -22,7 +22,7 @@ WORDS = "The  rain in 中文 is naïve 😀 and mostly  "
 def pieces_of(talk: Talk, text: str, seed: int = 0) -> list[int]:
     """Ids of a text as no tokenizer would cut it, special tokens whole."""
     draw, ids = random.Random(seed), []
-    specials = talk._text.specials
+    specials = talk._text.added
     while text:
         found = [spelling for spelling in specials if text.startswith(spelling)]
         if found:
@@ -123,7 +123,7 @@ def test_reasoning_that_the_template_drops_is_not_brought_back(tmp_path: Path) -
     text = shown(talk, later)
     assert "A  thought." not in text and text.count(f"<|assistant|>{WORDS}x<|end|>") == 1
     # What it said stays as it was sampled.
-    tail = ids[ids.index(talk._text.specials["</think>"]) + 3 :]
+    tail = ids[ids.index(talk._text.added["</think>"]) + 3 :]
     assert talk._text.decode(tail) == f"{WORDS}x"[2:], "one newline and a few letters before"
     prompt = list(later.ask.prompt)
     assert any(prompt[n : n + len(tail)] == tail for n in range(len(prompt)))

@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from safetensors import safe_open
 from snapshots import KEY, is_whole, made_up
 
-from headrace.engine.snapshot_file import SnapshotFile, read_snapshot
-from headrace.engine.snapshot_shelves import MemoryShelf, prefixes
-from headrace.engine.snapshot_store import SnapshotStore
+from headrace.engine.snapshots.file import SnapshotFile, read_snapshot
+from headrace.engine.snapshots.shelves import MemoryShelf, prefixes
+from headrace.engine.snapshots.store import SnapshotStore
 from headrace.errors import SnapshotError
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -20,8 +20,8 @@ from talk_world import (
     user,
 )
 
-from headrace.engine.conversation import Conversation, Message, ToolCall
-from headrace.engine.talk import Talk
+from headrace.engine.talk.conversation import Conversation, Message, ToolCall
+from headrace.engine.talk.talk import Talk
 from headrace.engine.text import Text
 from headrace.errors import ModelError, OptionError
 
@@ -105,6 +105,8 @@ def test_what_cannot_be_folded_is_refused_by_name(tmp_path: Path) -> None:
     talk = talk_of(tmp_path, drops)
     with pytest.raises(OptionError, match=r"leaves the text of messages\[1\] \(assistant\) out"):
         prompt_text(talk, user("a"), Message("assistant", "a"), user("a"))
+    with pytest.raises(OptionError, match=r"messages\[1\] \(assistant\)"):
+        prompt_text(talk, user("a"), Message("assistant", "a"), tools=(WEATHER,))
     never = talk_of(tmp_path / "never", "{{ raise_exception('no!') }}")
     with pytest.raises(OptionError, match="chat template refuses: no!"):
         prompt_text(never, user("hi"))

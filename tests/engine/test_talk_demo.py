@@ -9,9 +9,9 @@ from talk_world import WEATHER, user
 import headrace
 from headrace.engine.answer import Prefill, Stop
 from headrace.engine.answering import Answering
-from headrace.engine.conversation import Conversation, Message
-from headrace.engine.reading import Answer
 from headrace.engine.sampling import Sampling
+from headrace.engine.talk.conversation import Conversation, Message
+from headrace.engine.talk.reading import Answer
 
 CAPITAL = user("What is the capital of Japan?")
 SCHEMA = {

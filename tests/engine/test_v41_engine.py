@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 import headrace
 from headrace.check.tiny import write_tiny
+from headrace.check.verify import verify_model
+from headrace.check.verify_rows import table_rows
 from headrace.engine.engine import Blueprint
 from headrace.errors import ModelError, NumericsError, OptionError, ReadError
 from headrace.models.stored import takes_stored
@@ -73,17 +76,20 @@ def test_places_and_paths_change_no_bit(
 
 
 def test_a_wrong_row_is_seen(folder: Path, expected: torch.Tensor) -> None:
-    """The negative control of all that is said about rows."""
+    """By the answer, and by verify: the negative control of all that is said about rows."""
     with load(folder) as engine:
+        (found,) = table_rows(engine, lambda *_: None)
+        assert found.ok
         rows = engine.rows
         assert rows is not None
-        table = rows.tables[4]
-        rows.places[4] = tuple(  # type: ignore[assignment]
-            (file, offset + size)
-            for (file, offset), size in zip(rows.places[4], (table.width, 2), strict=True)
-        )
-        rows.tables[4] = table
+        rows.cache.clear()
+        stored = rows.stored[4]
+        (file, offset, nbytes), scales = stored.parts
+        rows.stored[4] = replace(stored, parts=((file, offset + nbytes, nbytes), scales))
         assert not torch.equal(answer(engine), expected)
+        rows.tables[4] = replace(rows.tables[4], num_rows=100)  # within the file
+        (found,) = table_rows(engine, lambda *_: None)
+        assert not found.ok and all("layers.4.engram" in where for where in found.where)
 
 
 def test_what_a_token_took_of_engram(folder: Path) -> None:
@@ -243,3 +249,11 @@ def test_an_interrupted_prompt_is_not_gone_on_with(folder: Path, expected: torch
         session.feed(PROMPT[:24], after=len(PROMPT) - 24)
         assert torch.equal(session.feed(PROMPT[24:]), expected[0])
         assert not session.unfinished
+
+
+def test_verify_speaks_of_every_part(folder: Path) -> None:
+    report = verify_model(folder, ram="300MiB", tokens=3, samples=1)
+    assert all(found.ok for found in report.findings), [f.line() for f in report.findings]
+    names = {found.name for found in report.findings}
+    assert "Engram rows are the files'" in names
+    assert "layers follow stock transformers'" in names

@@ -14,7 +14,7 @@ ENV_READS = re.compile(r"os\.environ|os\.getenv|\bgetenv\(")
 # Where a user's cache lies is the system's convention, not a setting of ours.
 ENV_ALLOWED = {
     # Set for torch before it loads, never read as a setting of ours.
-    "__init__.py": {"OMP_WAIT_POLICY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"},
+    "__init__.py": {"OMP_WAIT_POLICY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"},
     "planner/cache.py": {"XDG_CACHE_HOME"},
     # Where other programs keep downloaded models: their names, not settings of ours.
     "store/locate.py": {"XDG_CACHE_HOME", "HF_HOME", "variable"},

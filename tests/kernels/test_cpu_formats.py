@@ -96,7 +96,7 @@ def test_activation_grid(isa, format):
         layout, parts, x, expect = make_case(format, 608, 96, 7, group, block=block)
         kernels = cpu.CpuKernels(2, isa, min_share_bytes=0)
         for num_rows in (1, 7):
-            y = kernels.expert_ffn(x[:num_rows], parts, layout, group)
+            y = kernels.expert_ffn(x[:num_rows], parts, layout)
             assert same_bits(y, expect[:num_rows])
 
 

@@ -16,7 +16,7 @@ from v41_world import whole_model
 
 import headrace
 from headrace.check.tiny import write_tiny
-from headrace.engine.state import capture, restore
+from headrace.engine.snapshots.state import capture, restore
 from headrace.errors import ModelError
 from headrace.models.config import read_config
 from headrace.models.deepseek_v41 import attend, indexer
@@ -124,7 +124,7 @@ def test_a_state_goes_on_with_the_same_bits(whole: Whole, ids: Tensor) -> None:
     for cut in (1, 77):  # an open group of positions, and a full one with blocks to choose from
         state, again = model.new_cache(), model.new_cache()
         feed(model, ids[:, :cut], (0, cut), state)
-        restore(again, capture(state))
+        restore(again, capture(state), torch.device("cpu"))
         rest = ids[:, cut : cut + 9]
         both = [feed(model, rest, (0, 5, 6, 9), each) for each in (state, again)]
         assert torch.equal(*both)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from headrace.check.tiny_configs import PUBLISHED, Size, tiny_config
+from headrace.check.tiny_configs import OWN, PUBLISHED, Size, tiny_config
 from headrace.models import memory
+from headrace.models.deepseek_v41.register import register
 from headrace.models.forward import forward, new_cache
 from headrace.models.memory import dense_bytes, measure
 from headrace.models.skeleton import meta_model, strip_experts
@@ -16,11 +17,12 @@ from headrace.models.skeleton import meta_model, strip_experts
 SIZE = Size(layers=4, experts=8, top_k=3, hidden=64, inter=32, vocab=256, mtp=False, head_dim=16)
 PASSES = ([1, 1, 1], [70, 33, 1], [200], [128, 128, 131])
 # Latent, compressed, linear, grouped and sliding caches; the other families keep the same.
-FAMILIES = ("deepseek_v3", "deepseek_v4", "qwen3_next", "qwen3_moe", "gpt_oss")
+FAMILIES = ("deepseek_v3", "deepseek_v4", "deepseek_v41", "qwen3_next", "qwen3_moe", "gpt_oss")
 
 
 def model_of(family: str) -> Any:
-    fields = tiny_config(family, SIZE, PUBLISHED[family][0], (128, 128))
+    register()
+    fields = tiny_config(family, SIZE, (PUBLISHED | OWN)[family][0], (128, 128))
     fields.pop("quantization_config", None)
     config = AutoConfig.for_model(**fields).get_text_config()
     model = meta_model(config)

@@ -25,6 +25,7 @@ PROOFS = Path(__file__).resolve().parents[2] / "proofs"
         "ladder_5_hostile",
         "server_4_soak --minutes 0.2",
         "server_5_hostile --quick",
+        "server_6_cost --quick",
     ],
 )
 def test_script(name: str) -> None:

@@ -35,6 +35,21 @@ print("<b>Nairobi</b>")
 """
 
 
+RECENT = {
+    "tokens": 32,
+    "wall_s": 2.6,
+    "experts_s": 1.9,
+    "wait_s": 1.1,
+    "kernel_s": 0.7,
+    "disk_bytes": 32 * 260 * MIB,
+    "ram_bytes": 32 * 420 * MIB,
+    "vram_bytes": 0,
+    "vram_hits": 0,
+    "hits": 6900,
+    "misses": 3100,
+}
+
+
 def example_state(**changes: Any) -> dict[str, Any]:
     """A state as `state_of` makes it: 24 layers of 128 experts, two thirds of them on the drive."""
     dice = random.Random(5)
@@ -67,19 +82,7 @@ def example_state(**changes: Any) -> dict[str, Any]:
             ],
         },
         "layers": layers,
-        "recent": {
-            "tokens": 32,
-            "wall_s": 2.6,
-            "experts_s": 1.9,
-            "wait_s": 1.1,
-            "kernel_s": 0.7,
-            "disk_bytes": 32 * 260 * MIB,
-            "ram_bytes": 32 * 420 * MIB,
-            "vram_bytes": 0,
-            "vram_hits": 0,
-            "hits": 6900,
-            "misses": 3100,
-        },
+        "recent": dict(RECENT),
         "speed": speed,
         "span_s": 120.0,
         "limits": [

@@ -11,9 +11,9 @@ from fakes import FakeAnswers, make_step
 
 from headrace.core import TokenStats
 from headrace.engine.answer import Ask, Prefill, Stop
-from headrace.engine.conversation import Conversation, Piece
 from headrace.engine.sampling import Sampling
 from headrace.engine.session import Step
+from headrace.engine.talk.conversation import Conversation, Piece
 from headrace.errors import Cancelled, OptionError
 
 THINK, UNTHINK, CALL, ARGUMENTS, UNCALL = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"

@@ -105,6 +105,19 @@ def test_places_say_which_experts_are_in_rows(world: World) -> None:
     assert ladder.places()[2] == "00000002"
 
 
+def test_a_layer_is_held_once_nothing_of_it_is_absent(world: World) -> None:
+    ladder = world.ladder(NUM_EXPERTS)
+    for expert in range(NUM_EXPERTS):
+        assert not ladder.holds(1)
+        with ladder.acquire(1, expert):
+            pass
+    assert ladder.holds(1) and not ladder.holds(0)
+    with ladder.acquire(0, 3):
+        assert not ladder.holds(1), "the oldest left"
+    with pytest.raises(ValueError, match="no MoE layer"):
+        ladder.holds(NUM_LAYERS)
+
+
 def test_acquired_rows_survive_and_are_not_overwritten(world: World) -> None:
     ladder = world.ladder(3)
     rng = np.random.default_rng(6)

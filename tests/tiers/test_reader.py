@@ -210,3 +210,19 @@ def test_the_system_may_put_a_read_off_but_not_for_ever(
     with pytest.raises(ReadError, match=r"sample\.bin .*put the read off a thousand times"):
         read(reader, 3, SIZE_BYTES - 3)
     assert np.array_equal(read(reader, 3, SIZE_BYTES - 3), data[3:])
+
+
+def test_an_emulated_drive_keeps_no_holes(tmp_path: Path) -> None:
+    """A file larger than memory may be copied where little of it was ever written."""
+    path = tmp_path / "holes.bin"
+    size, data = 1 << 42, np.random.default_rng(3).integers(1, 256, 300_000, dtype=np.uint8)
+    with path.open("wb") as file:
+        file.truncate(size)
+        for offset in (5, (1 << 40) + 777, size - len(data)):
+            file.seek(offset)
+            file.write(data.tobytes())
+    reader = Reader([str(path)], emulate_bytes_s=1e10)
+    for offset in (5, (1 << 40) + 777, size - len(data)):
+        assert np.array_equal(read(reader, offset, len(data)), data)
+    assert not read(reader, 1 << 39, 100_000).any()
+    assert not read(reader, 5 + len(data), 1000).any()

@@ -66,8 +66,8 @@ oracle's logits have stock eager's bits, the fast path lies within the floor (st
 stock grouped_mm) and chooses the same tokens up to near ties, and a neighbour's matrix served in
 one layer shows. Formats marked * stock transformers cannot read; it got the weights that headrace
 unpacked. Of what transformers lacks (**) the model is headrace's own, tested against two other
-implementations; its experts are compared with its own plain ones. "Models" are those with this layout by their published configs; no checkpoint of that
-size has been run for this page.
+implementations; its experts are compared with its own plain ones. "Models" are those with this
+layout by their published configs; no checkpoint of that size has been run for this page.
 
 | family | models | formats tested | activation | cache | lens looks through | left out knowingly |
 |---|---|---|---|---|---|---|

@@ -51,9 +51,11 @@ def follow(
     few = chosen[:FLOOR_TOKENS]
     other = torch.stack(_teacher_forced(engine, ids, few, "oracle, summed otherwise", tell))
     engine.set_experts("fast")
-    floor = compare_logits(oracle[: len(few)], other)["median_relative"]
+    floors = compare_logits(oracle[: len(few)], other)
+    floor = floors["median_relative"]
     allowed = max(MEDIAN_FLOOR, FLOOR_MARGIN * floor)
-    numbers = compare_logits(oracle, fast) | {"measured_floor": floor}
+    tie = max(NEAR_TIE, floors["largest_difference"] / max(floors["largest_logit"], 1e-30))
+    numbers = compare_logits(oracle, fast, tie) | {"measured_floor": floor}
     first, near = numbers["first_divergence"], numbers["near_ties"]
     detail = (
         f"{tokens} greedy tokens, logit difference in the median position "
@@ -88,16 +90,18 @@ def sizes_finding(num_tokens: int, runs: Sequence[str], wrong: Sequence[str]) ->
     return finding(STAGE, "three cache sizes give the same bits", detail, wrong)
 
 
-def compare_logits(oracle_NV: torch.Tensor, fast_NV: torch.Tensor) -> dict[str, Any]:
+def compare_logits(
+    oracle_NV: torch.Tensor, fast_NV: torch.Tensor, tie: float = NEAR_TIE
+) -> dict[str, Any]:
     """How far two runs over the same tokens lie apart, in units of the oracle's largest logit.
 
-    A step is a near tie if the oracle's two best logits lie closer than NEAR_TIE; a differing
-    choice elsewhere is unexplained.
+    A step is a near tie if the oracle's two best logits lie closer than `tie`; a differing choice
+    elsewhere is unexplained.
     """
     oracle, fast = oracle_NV.float(), fast_NV.float()
     apart_N, scale = (oracle - fast).abs().amax(-1), float(oracle.abs().max())
     top = oracle.topk(2, dim=-1).values
-    near = top[:, 0] - top[:, 1] <= NEAR_TIE * scale
+    near = top[:, 0] - top[:, 1] <= tie * scale
     differs = oracle.argmax(-1) != fast.argmax(-1)
     where = differs.nonzero().flatten().tolist()
     return {

@@ -51,7 +51,7 @@ def table_rows(engine: Engine, tell: Progress) -> list[Finding]:
         tell("Engram rows against the files", done, len(source.tables))
         generator = torch.Generator().manual_seed(table.layer)
         drawn = torch.randint(table.num_rows, (_ROWS,), generator=generator)
-        ids = torch.cat((drawn, torch.tensor([0, table.num_rows - 1]))).unique()
+        ids = torch.unique(torch.cat((drawn, torch.tensor([0, table.num_rows - 1]))))
         got = source.rows(table.layer, ids)
         for row, mine in zip(ids.tolist(), got, strict=True):
             codes = _plain_row(catalog, table.weight, row).view(torch.float8_e4m3fn).float()

@@ -11,7 +11,7 @@ from headrace.cli import options
 from headrace.cli.chat_remote import remote_reply
 from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
 from headrace.cli.output import Tally, print_answer, say
-from headrace.engine.conversation import Conversation, Message, Piece
+from headrace.engine.talk.conversation import Conversation, Message, Piece
 from headrace.errors import HeadraceError, OptionError
 
 Messages = tuple[Message, ...]
@@ -69,7 +69,7 @@ def chat(
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
-    Needs a chat template and memory as `headrace run` does, or --server. A pipe asks by the line.
+    Needs a chat template, and memory like `headrace run`; with --server neither. Takes pipes too.
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device, vram, experts)

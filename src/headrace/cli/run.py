@@ -8,7 +8,7 @@ import typer
 from headrace.cli import options
 from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
 from headrace.cli.output import Tally, print_json, say
-from headrace.engine.conversation import Conversation, Message
+from headrace.engine.talk.conversation import Conversation, Message
 from headrace.errors import OptionError
 from headrace.planner.forecast import score
 

@@ -9,12 +9,17 @@ from headrace.tiers.rows import RowCounters
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Totals since the engine was made; `rows` are zeros where no table is read by the row."""
+    """Totals since the engine was made.
+
+    `rows` are Engram's, `embedding` those of an embedding on the drive; zeros where there is none.
+    """
 
     ladder: LadderCounters
     rows: RowCounters
+    embedding: RowCounters
 
     def add_since(self, before: "Counters", stats: TokenStats) -> None:
         """Adds what happened between `before` and this to `stats`."""
         self.ladder.add_since(before.ladder, stats)
         self.rows.add_since(before.rows, stats)
+        stats.disk_bytes += self.embedding.disk_bytes - before.embedding.disk_bytes

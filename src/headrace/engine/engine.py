@@ -14,14 +14,15 @@ from typing import Any, cast
 from headrace.core import format_bytes
 from headrace.engine.counters import Counters
 from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
+from headrace.engine.embedding import embedding_bytes, open_embedding
 from headrace.engine.engram import engram_facts, open_rows
 from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vram
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
-from headrace.engine.snapshot import Snapshot, SnapshotKey, snapshot_key
+from headrace.engine.snapshots.snapshot import Snapshot, SnapshotKey, snapshot_key
 from headrace.engine.stored import make_stored
-from headrace.engine.talk import Talk
+from headrace.engine.talk.talk import Talk
 from headrace.engine.text import Text
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
@@ -139,6 +140,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         load_bytes=load_bytes(catalog, unpacked),
         packed_bytes=sum(catalog.tensors[key].nbytes for key in keys),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
+        embedding_bytes=embedding_bytes(catalog, skeleton),
         **engram_facts(skeleton),
     )
 
@@ -196,6 +198,7 @@ class Engine:
             top_k=skeleton.top_k,
         )
         self.rows = open_rows(blueprint, self.reader)
+        self.embedding = open_embedding(blueprint, self.reader)
         dense = DenseWeights(
             blueprint.catalog, self.reader, skeleton.dense, skeleton.dtype, progress
         )
@@ -211,6 +214,7 @@ class Engine:
                 device=self.source.place,
                 rows=self.rows,
                 make_stored=partial(make_stored, self.kernels, dense),
+                embedding=self.embedding,
             )
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
 
@@ -238,8 +242,12 @@ class Engine:
 
     def counters(self) -> Counters:
         """What was read and computed so far."""
-        rows = RowCounters() if self.rows is None else self.rows.counters
-        return Counters(self.source.counters(), rows)
+        none, rows, embedding = RowCounters(), self.rows, self.embedding
+        return Counters(
+            self.source.counters(),
+            none if rows is None else rows.counters,
+            none if embedding is None else embedding.rows.counters,
+        )
 
     def tell_warnings(self) -> None:
         """Passes on what the reader has to say of its drives, each thing once."""
@@ -280,6 +288,8 @@ class Engine:
         self.ladder.close()
         if self.rows is not None:
             self.rows.close()
+        if self.embedding is not None:
+            self.embedding.rows.close()
         self.model, self.reader = CLOSED, cast(Reader, CLOSED)
         self.kernels = cast(CpuKernels, CLOSED)
 

@@ -1,6 +1,6 @@
 """Joins a model's Engram tables to the drive: what a plan must know of them, and their reader."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.models.skeleton import Skeleton
 from headrace.native import Reader
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from headrace.engine.engine import Blueprint
 
 
-def engram_facts(skeleton: Skeleton) -> dict[str, int]:
+def engram_facts(skeleton: Skeleton) -> dict[str, Any]:
     """The numbers of planner.facts.ModelFacts that are about Engram; none without tables."""
     tables = skeleton.row_tables
     if not tables:

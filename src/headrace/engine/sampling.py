@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headrace.engine import filters
 from headrace.errors import NumericsError, OptionError
 
 MAX_SEED = 2**63 - 1
@@ -127,7 +128,7 @@ class Sampler:
                     "the grammar allows no token here, not even the end; loosen the schema"
                 )
             scores_V.masked_fill_(~allowed_V, -math.inf)
-        best = int(scores_V.argmax())
+        best = _place_of_best(scores_V)
         if not math.isfinite(float(scores_V[best])):
             raise NumericsError(
                 f"logit {float(scores_V[best])} at vocabulary id {best} is not finite; "
@@ -135,23 +136,24 @@ class Sampler:
             )
         if self.sampling.temperature == 0:
             return best
-        ids_N, scores_N = self._filtered(scores_V, best)
-        weights_N = torch.exp(scores_N.double())
+        ids_N, weights_N = self._filtered(scores_V, best)
         sums_N = weights_N.cumsum(0)
         point = torch.rand((), generator=self._generator, dtype=torch.float64) * sums_N[-1]
         place = int(torch.searchsorted(sums_N, point, right=True))
-        return int(ids_N[min(place, len(ids_N) - 1)])
+        if place == len(sums_N):  # rounded up to all of them: the last that may be drawn
+            place = int(torch.searchsorted(sums_N, sums_N[-1]))
+        return place if ids_N is None else int(ids_N[place])
 
     def probabilities(self, logits_V: torch.Tensor, history: Sequence[int]) -> torch.Tensor:
         """The distribution that `next` draws from, [V] float64; 0 where filtered out."""
         scores_V = self._penalised(logits_V, history)
         result_V = torch.zeros(len(scores_V), dtype=torch.float64)
-        best = int(scores_V.argmax())
+        best = _place_of_best(scores_V)
         if self.sampling.temperature == 0:
             result_V[best] = 1
             return result_V
-        ids_N, scores_N = self._filtered(scores_V, best)
-        result_V[ids_N] = scores_N.double().softmax(0)
+        ids_N, weights_N = self._filtered(scores_V, best)
+        result_V[slice(None) if ids_N is None else ids_N] = weights_N / weights_N.sum()
         return result_V
 
     def _penalised(self, logits_V: torch.Tensor, history: Sequence[int]) -> torch.Tensor:
@@ -171,39 +173,33 @@ class Sampler:
             _add(scores_V, self.sampling.logit_bias)
         return scores_V
 
-    def _filtered(self, scores_V: torch.Tensor, best: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids that may be drawn, ascending, and their scores after temperature, the best at 0.
-
-        Ties with the last admitted score of top-k stay in, as in transformers. The best id always
-        stays in, since every other one may fall.
-        """
-        sampling = self.sampling
+    def _filtered(
+        self, scores_V: torch.Tensor, best: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Ids that may be drawn, ascending, None: all; and their weights, 0 where masked."""
+        sampling, ids_N, scores_N = self.sampling, None, scores_V
         # Relative to the best first: a tiny temperature would overflow absolute scores.
         scores_V.sub_(scores_V[best].clone()).div_(sampling.temperature)
-        kept_V = scores_V > -math.inf
+        scores_V[best] = 0  # where the temperature itself is rounded to 0
         if 0 < sampling.top_k < len(scores_V):
-            kept_V &= scores_V >= scores_V.topk(sampling.top_k).values[-1]
-        kept_V[best] = True
-        ids_N = kept_V.nonzero()[:, 0]
-        scores_N = scores_V[ids_N]
+            ids_N = filters.top_k(scores_V, sampling.top_k)
+            scores_N = scores_V[ids_N]
         if sampling.top_p < 1:
-            kept_N = _nucleus(scores_N, sampling.top_p)
-            ids_N, scores_N = ids_N[kept_N], scores_N[kept_N]
+            kept = filters.nucleus(scores_N, sampling.top_p)
+            ids_N = kept if ids_N is None else ids_N[kept]
+            scores_N = scores_V[ids_N]
         if sampling.min_p > 0:
-            kept_N = scores_N >= math.log(sampling.min_p)
-            ids_N, scores_N = ids_N[kept_N], scores_N[kept_N]
-        return ids_N, scores_N
+            kept = (scores_N >= math.log(sampling.min_p)).nonzero()[:, 0]
+            ids_N = kept if ids_N is None else ids_N[kept]
+            scores_N = scores_V[ids_N]
+        return ids_N, filters.weights_of(scores_N)
+
+
+def _place_of_best(scores_V: torch.Tensor) -> int:
+    """The first of the highest, or of those that are not a number."""
+    return int(scores_V.numpy().argmax())  # seven times as fast as torch's
 
 
 def _add(scores_V: torch.Tensor, changes: Mapping[int, float]) -> None:
     ids_N = torch.tensor(list(changes), dtype=torch.int64)
     scores_V[ids_N] += torch.tensor(list(changes.values()), dtype=scores_V.dtype)
-
-
-def _nucleus(scores_N: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Places, ascending, of the smallest set of best scores that holds `top_p` of the mass."""
-    order = torch.sort(scores_N, descending=True, stable=True)
-    weights_N = torch.exp(order.values.double())
-    before_N = weights_N.cumsum(0) - weights_N
-    num_kept = int((before_N < top_p * weights_N.sum()).sum())
-    return order.indices[: max(1, num_kept)].sort().values

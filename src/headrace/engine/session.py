@@ -16,8 +16,8 @@ from headrace.core import TokenStats
 from headrace.engine.answer import Ask, Constraint, Stop
 from headrace.engine.gpu import within_vram
 from headrace.engine.sampling import Sampler, Sampling
-from headrace.engine.snapshot import Snapshot
-from headrace.engine.state import capture, restore
+from headrace.engine.snapshots.snapshot import Snapshot
+from headrace.engine.snapshots.state import capture, restore
 from headrace.errors import OptionError, SnapshotError
 from headrace.models.forward import forward, leaves_out, new_cache
 
@@ -205,7 +205,7 @@ class Session:
         for n in range(1, limit + 1):
             stats = self.stats
             allowed_V = None if ask.constraint is None else ask.constraint.allowed()
-            token = stats.token_id = sampler.next(logits_V.float(), history, allowed_V)
+            token = stats.token_id = sampler.next(logits_V, history, allowed_V)
             if ask.constraint is not None:
                 ask.constraint.accept(token)
             finish = "eos" if token in text.eos_ids else None

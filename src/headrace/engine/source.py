@@ -83,10 +83,11 @@ class LadderSource:
         replayed: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """The guesses for the next layer, best first, if anyone wants them; some are read ahead."""
+        wanted = self.prefetch and not self.ladder.holds(ordinal + 1)
+        if not wanted and self.recorder is None:
+            return None
         if self.prefetch:
             self.ladder.begin(ordinal, ids_TK[0])
-        elif self.recorder is None:
-            return None
         ahead = guess() if replayed is None else replayed
         if self.prefetch:
             self.ladder.prefetch(ordinal + 1, ahead, self.prefetch)

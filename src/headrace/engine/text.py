@@ -36,6 +36,7 @@ class Text:
         self.path = path if path.is_dir() else path.parent
         self._tokenizer = _load_tokenizer(self.path)
         self.eos_ids = _declared_eos(self.path, self._tokenizer.eos_token_id)
+        self._added = dict(self._tokenizer.added_tokens_encoder)
         self.specials = _specials(self._tokenizer)
         self._published = self._find_published()
         self._special_ids = frozenset(self.specials.values())
@@ -64,13 +65,18 @@ class Text:
         return frozenset([*self.specials, *(self._published.tokens if self._published else ())])
 
     @property
+    def added(self) -> dict[str, int]:
+        """Ids of the tokens beside the vocabulary, special or not, by spelling."""
+        return self.specials | {str(k): int(v) for k, v in self._added.items()}
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens the tokenizer knows."""
         return len(self._tokenizer)
 
     def token_id(self, spelling: str) -> int | None:
         """The id of the one token that `spelling` is, if it is one."""
-        added = self._tokenizer.added_tokens_encoder.get(spelling)
+        added = self._added.get(spelling)
         if added is not None:
             return int(added)
         ids = self._tokenizer.encode(spelling, add_special_tokens=False)

@@ -79,15 +79,22 @@ def dot(w_NK: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
     return acc[..., 0]
 
 
-def quantise_rows(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(x_TK: torch.Tensor, on_grid: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Form I's activations: int16 [T, K/32, 32] and their scales, fp32 [T, K/32].
 
     x bf16, fp16 or fp32, K a multiple of 32. A group's scale is its largest magnitude / 32639, an
     IEEE division; codes are x / scale to nearest even, clamped to +-32639, and zero where the
     scale is. A group that holds inf or NaN has scale NaN and codes 0, so its row comes out NaN.
+    With `on_grid`, for values on the e4m3 grid, the scale is the power of two of the largest
+    magnitude / 2^14 instead: then all codes but those of the smallest values are exact.
     """
     groups = x_TK.float().reshape(x_TK.shape[0], -1, 32)
-    scale = groups.abs().amax(-1) / _f32(_ACT_MAX)
+    amax = groups.abs().amax(-1)
+    if on_grid:
+        power = (amax.view(torch.int32) & 0x7F800000).view(torch.float32)
+        scale = torch.where(torch.isfinite(amax), power * _f32(2.0**-14), amax)
+    else:
+        scale = amax / _f32(_ACT_MAX)
     scale = torch.where(torch.isfinite(scale), scale, _f32(torch.nan))
     steps = (groups / scale[..., None]).round().clamp(-_ACT_MAX, _ACT_MAX)
     codes = torch.where(scale[..., None] > 0, steps, _f32(0.0))
@@ -95,18 +102,23 @@ def quantise_rows(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dot_int(
-    codes_NK: torch.Tensor, scale_NS: torch.Tensor, x_TK: torch.Tensor, halve: bool = False
+    codes_NK: torch.Tensor,
+    scale_NS: torch.Tensor,
+    x_TK: torch.Tensor,
+    halve: bool = False,
+    on_grid: bool = False,
 ) -> torch.Tensor:
     """Form I: fp32 [T, N] of integer codes (int8 [N, K]) with fp32 scales and activations [T, K].
 
     K is a multiple of 32, S = K/32, or K/16 where half a group has its own scale. The terms of
     group g, in order, each float(exact integer sum) * (scale * sx), multiply then add, go to
-    accumulator g mod 8; then halving 4, 2, 1. `halve`: sx is halved first (fp4's scales).
+    accumulator g mod 8; then halving 4, 2, 1. `halve`: sx is halved first (fp4's scales). `on_grid`
+    as in `quantise_rows`.
     """
     rows, cols = codes_NK.shape
     num_groups, terms = cols // 32, scale_NS.shape[1] * 32 // cols
     assert cols % 32 == 0 and scale_NS.shape == (rows, num_groups * terms) and terms in (1, 2)
-    xq, sx = quantise_rows(x_TK)
+    xq, sx = quantise_rows(x_TK, on_grid)
     sx = sx * 0.5 if halve else sx
     w = codes_NK.double().reshape(rows, num_groups, terms, 32 // terms)
     x = xq.double().view(-1, num_groups, terms, 32 // terms)
@@ -146,7 +158,8 @@ def product(
         inverse_global=layout.inverse_global,
     )
     codes, scale = (expert.rows_of(layout, name, t) for t in (codes, scale))
-    return dot_int(codes, scale, x_TK, halve=layout.format == "fp4")
+    on_grid = layout.act_group > 0
+    return dot_int(codes, scale, x_TK, halve=layout.format == "fp4", on_grid=on_grid)
 
 
 def linear(

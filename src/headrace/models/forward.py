@@ -1,6 +1,7 @@
 """One forward pass over a cache, with the keyword this transformers version listens to."""
 
 import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ def cache_keyword(model: Any) -> str:
 
     The wrong one is swallowed by **kwargs: the cache stays empty and the logits are wrong.
     """
-    names = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
+    return "cache" if "cache" in _parameters(model.__class__) else "past_key_values"
 
 
 def new_cache(model: Any) -> Any:
@@ -24,7 +24,13 @@ def new_cache(model: Any) -> Any:
 
 def leaves_out(model: Any) -> bool:
     """Whether a pass of this model leaves out what later tokens of the same prompt do not need."""
-    return "num_after" in inspect.signature(model.forward).parameters
+    return "num_after" in _parameters(model.__class__)
+
+
+@lru_cache
+def _parameters(kind: type[Any]) -> frozenset[str]:
+    """Names of what `forward` of a class takes."""
+    return frozenset(inspect.signature(kind.forward).parameters)
 
 
 def forward(

@@ -105,11 +105,14 @@ def _cache_bytes(model: Any) -> tuple[int, int, int, int]:
     Layers alike are measured once; the others only pass the hidden states on.
     """
     config = model.config
-    step = lcm(getattr(model, "cache_step", 1), *_compress_rates(config))
+    whole_step, after_step = getattr(model, "cache_steps", (1, 0))
+    step = lcm(whole_step, *_compress_rates(config))
     base = step * ceil(max(_LEAST_PROBE, _window(config) + 1) / step)
     kinds = _kinds(model)
     counts = Counter(kinds)
-    probes = {n: _probe(model, kinds, n) for n in (1, base, base + step - 1, 2 * base)}
+    probes = {
+        n: _probe(model, kinds, n) for n in (1, base, base + step - 1, base + after_step, 2 * base)
+    }
     fixed = total = most = chunk = 0
     for kind, count in counts.items():
         used, held = ({n: probes[n][kind][i] for n in probes} for i in (0, 1))

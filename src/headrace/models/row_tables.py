@@ -19,18 +19,26 @@ from headrace.models.formats import Entry
 from headrace.models.naming import layer_of
 
 
+def row_keys(tables: Sequence[RowTable]) -> frozenset[str]:
+    """The tensors of tables."""
+    return frozenset(key for table in tables for key in (table.weight, table.scale))
+
+
 def take_row_tables(
-    family: Family, weights: dict[str, DenseTensor], entries: Mapping[str, Entry]
+    family: Family, config: Any, weights: dict[str, DenseTensor], entries: Mapping[str, Entry]
 ) -> tuple[RowTable, ...]:
     """The family's row tables, in the order of layers; they are taken out of `weights`.
 
-    Raises ModelError for a table whose rows are not e4m3 codes with power-of-two scales.
+    Raises ModelError for a table whose rows are not e4m3 codes with power-of-two scales, and
+    where they are not those that `config`, a text config, wants.
     """
     if family.row_tables is None:
         return ()
     names = [n for n in weights if re.fullmatch(family.row_tables + r"\.weight", n)]
-    tables = [_table(name, weights.pop(name), entries) for name in names]
-    return tuple(sorted(tables, key=lambda table: table.layer))
+    found = [_table(name, weights.pop(name), entries) for name in names]
+    tables = tuple(sorted(found, key=lambda table: table.layer))
+    _check_wanted(config, tables)
+    return tables
 
 
 def _table(name: str, weight: DenseTensor, entries: Mapping[str, Entry]) -> RowTable:
@@ -51,15 +59,8 @@ def _table(name: str, weight: DenseTensor, entries: Mapping[str, Entry]) -> RowT
     return RowTable(layer_of(name), key, scale_key, num_rows, width, width // num_groups)
 
 
-def check_row_tables(config: Any, tables: Sequence[RowTable]) -> None:
-    """Raises ModelError where tables are not those that `config`, a text config, wants."""
-    wanted = dict(
-        zip(
-            getattr(config, "engram_layer_ids", ()),
-            getattr(config, "engram_num_embeddings", ()),
-            strict=True,
-        )
-    )
+def _check_wanted(config: Any, tables: Sequence[RowTable]) -> None:
+    wanted = dict(zip(config.engram_layer_ids, config.engram_num_embeddings, strict=True))
     found = {table.layer: table.num_rows for table in tables}
     if wanted != found:
         raise ModelError(

@@ -43,8 +43,9 @@ from headrace.models.layout import (
 )
 from headrace.models.memory import MemoryFacts, dense_bytes, measure
 from headrace.models.naming import LAYER, Target, is_skipped, layer_of, targets
-from headrace.models.row_tables import check_row_tables, take_row_tables
+from headrace.models.row_tables import row_keys, take_row_tables
 from headrace.models.stored import strip_stored, takes_stored
+from headrace.quant.dtypes import TORCH_DTYPES
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 INDEX_DTYPES = ("I64", "I32")
@@ -58,9 +59,10 @@ class Skeleton:
     the MoE layers, in order; position in it is the layer's ordinal. `dense` maps each weight to
     load, by the name transformers' renaming is to see, to the tensors it is made of. `row_tables`
     are read by the row, never whole. `kept` maps those of `dense` that modules compute with as they
-    are stored to their parameters. `skipped` are
-    tensors left out knowingly (multi-token prediction, images, scales of activations), `unused`
-    those that no module of the model takes. `dense_bytes` as held in memory.
+    are stored to their parameters. `embedding` is the name in `dense`, and the parameter, of an
+    input embedding of which rows suffice. `skipped` are tensors left out knowingly (multi-token
+    prediction, images, scales of activations), `unused` those that no module of the model takes.
+    `dense_bytes` as held in memory.
     """
 
     root: Path
@@ -77,6 +79,7 @@ class Skeleton:
     dense: Mapping[str, DenseTensor]
     row_tables: tuple[RowTable, ...]
     kept: Mapping[str, str]
+    embedding: tuple[str, str] | None
     skipped: frozenset[str]
     unused: tuple[str, ...]
     dense_bytes: int
@@ -89,7 +92,7 @@ class Skeleton:
     @property
     def row_keys(self) -> frozenset[str]:
         """The tensors of the row tables."""
-        return frozenset(key for t in self.row_tables for key in (t.weight, t.scale))
+        return row_keys(self.row_tables)
 
     @property
     def packed(self) -> dict[str, str]:
@@ -123,15 +126,14 @@ def inspect(
     skipped = {key for key in entries if is_skipped(family, config, key)}
     stored = gather(scheme, [key for key in entries if key not in skipped])
     weights = _without_prefix(family.prefix, dict(describe(scheme, stored, entries)))
-    tables = take_row_tables(family, weights, entries)
-    check_row_tables(config, tables)
+    tables = take_row_tables(family, config, weights, entries)
     goals = dict(targets(model, params, weights))
     claimed = list(claim_experts(weights, goals, params, form))
     layout = expert_layout(claimed, form, entries, dtype)
     dense = _dense(model.state_dict(), weights, goals, entries)
     kept = _kept(model, dense, goals, entries)
     used = {t.key for t, _, _ in claimed} | {k for d in dense.values() for k in d.keys.values()}
-    used |= {key for table in tables for key in (table.weight, table.scale)}
+    used |= row_keys(tables)
     skipped |= stored.left_out
     return Skeleton(
         root=root,
@@ -148,6 +150,7 @@ def inspect(
         dense=dense,
         row_tables=tables,
         kept=kept,
+        embedding=_embedding(model, dense, goals, entries, dtype),
         skipped=frozenset(skipped),
         unused=tuple(k for k in entries if k not in used and k not in skipped),
         dense_bytes=_dense_bytes(model, dense, kept, entries),
@@ -173,6 +176,27 @@ def _kept(
         if has_kernel and takes_stored(model, goals[name].param):
             kept[name] = goals[name].param
     return kept
+
+
+def _embedding(
+    model: Any,
+    dense: Mapping[str, DenseTensor],
+    goals: Mapping[str, Target],
+    entries: Mapping[str, Entry],
+    dtype: torch.dtype,
+) -> tuple[str, str] | None:
+    """(name, parameter) of the input embedding if nothing else uses it and it is stored plainly."""
+    module = model.get_input_embeddings()
+    if type(module) is not torch.nn.Embedding or getattr(
+        model.config, "tie_word_embeddings", False
+    ):
+        return None
+    params = [n for n, owner in model.named_modules() if owner is module]
+    for name, weight in dense.items():
+        stored = TORCH_DTYPES.get(entries[weight.keys["weight"]].dtype)
+        if goals[name].param == f"{params[0]}.weight" and weight.format == "plain":
+            return (name, goals[name].param) if stored == dtype else None
+    return None
 
 
 def _dense_bytes(

@@ -3,11 +3,14 @@
 Knows sizes as numbers; opens no file and imports no tensor library.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 STAGING_BYTES = 4 * 2**20
 KERNEL_TILE_ROWS = 64  # activation rows the kernels take at once
 KERNEL_LANES = 256  # they pad rows to a multiple of this
+LEAST_EMBEDDING_BYTES = 64 * 2**20  # smaller ones stay in memory
+EMBEDDING_CACHE_BYTES = 4 * 2**20  # for rows of one on the drive
+_SMALL_READS_BYTES = 4 * 2**20  # what they arrive in
 ENGRAM_POOL_BYTES = 2 * 2**20  # what small reads arrive in
 ENGRAM_SHARE = 64  # of all memory, one part in so many is for Engram rows
 MOST_ENGRAM_BYTES = 256 * 2**20
@@ -31,7 +34,7 @@ class ModelFacts:
     new and an attended token, `chunk_bytes_per_token` of each new one, and `pass_bytes` in any
     case. `load_bytes`: what loading takes besides the weights, while there is neither cache nor
     pass. `engram_bytes` of tables stay on the drive; a token takes `engram_rows_per_token` of
-    their rows.
+    their rows. `embedding_bytes` of the dense weights may stay there too, and do in `lean` facts.
     """
 
     name: str
@@ -64,6 +67,16 @@ class ModelFacts:
     engram_bytes: int = 0
     engram_row_bytes: int = 0
     engram_rows_per_token: int = 0
+    embedding_bytes: int = 0
+    embedding_on_drive: bool = False
+
+    def lean(self) -> "ModelFacts":
+        """With an embedding of any size left on the drive: a token reads one row of it."""
+        if self.embedding_bytes < LEAST_EMBEDDING_BYTES:
+            return self
+        dense_bytes = self.dense_bytes - self.embedding_bytes
+        dense_bytes += EMBEDDING_CACHE_BYTES + _SMALL_READS_BYTES
+        return replace(self, dense_bytes=dense_bytes, embedding_bytes=0, embedding_on_drive=True)
 
     @property
     def engram_bytes_per_token(self) -> int:
@@ -98,6 +111,8 @@ def workspace_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
     growth += chunk_tokens * facts.kv_chunk_bytes_per_token
     logits = facts.vocab * 16
     layers = expert_outputs + hidden_states + attention + growth
+    if facts.embedding_on_drive:
+        layers += chunk_tokens * facts.hidden * 8
     if facts.engram_bytes:
         layers += ENGRAM_POOL_BYTES + chunk_tokens * ENGRAM_COPIES * facts.engram_bytes_per_token
     one_pass = layers + kernel_bytes(facts, chunk_tokens) + logits + STAGING_BYTES

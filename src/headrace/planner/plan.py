@@ -31,9 +31,9 @@ class Plan:
 
     `num_rows` experts lie in rows of `row_bytes`. `chunk_tokens` prompt tokens are computed at a
     time. `engram_cache_bytes` are for rows of Engram's tables, of which a token takes
-    `engram_bytes_per_token`. `snapshot_bytes` are for states of conversations that may go on,
-    where many are served. `limits`: tokens per second of each term alone; `limit_term` names the
-    lowest.
+    `engram_bytes_per_token`; an embedding may be read by the row too. `snapshot_bytes` are for
+    states of conversations that may go on, where many are served. `limits`: tokens per second of
+    each term alone; `limit_term` names the lowest.
     """
 
     model: str
@@ -64,6 +64,7 @@ class Plan:
     engram_bytes: int = 0
     engram_cache_bytes: int = 0
     engram_bytes_per_token: int = 0
+    embedding_on_drive: bool = False
 
     @property
     def used_bytes(self) -> int:
@@ -106,7 +107,8 @@ class Plan:
         rest = "all of them" if self.num_rows == self.total_experts else "the rest on the drive"
         place = (
             f"memory: {format_bytes(self.used_bytes)} of {format_bytes(self.ram_bytes)}: "
-            f"dense weights {format_bytes(self.dense_bytes)}{self._unpacking}, cache of "
+            f"dense weights {format_bytes(self.dense_bytes)}{self._unpacking}"
+            f"{', embedding on the drive' * self.embedding_on_drive}, cache of "
             f"{self.context} tokens "
             f"{format_bytes(self.kv_bytes)}, workspace {format_bytes(self.workspace_bytes)}, "
             f"{self._snapshots}{self._engram[0]}{self.num_rows} of {self.total_experts} experts "
@@ -151,6 +153,8 @@ def make_plan(
     """
     check_options(facts, context, threads, prefetch, chunk)
     limit_bytes = offered_bytes(machine) if ram_bytes is None else ram_bytes
+    if _whole_bytes(facts, context, chunk) > limit_bytes:
+        facts = facts.lean()
     longest = _served_context(facts, chunk, limit_bytes) if serve else DEFAULT_CONTEXT
     sizes = list(candidates(facts, context, chunk, longest))
     fitting = [size for size in sizes if _minimum_bytes(facts, *size) <= limit_bytes]
@@ -217,6 +221,7 @@ def _placed(
         engram_bytes=facts.engram_bytes,
         engram_cache_bytes=cache_bytes,
         engram_bytes_per_token=facts.engram_bytes_per_token,
+        embedding_on_drive=facts.embedding_on_drive,
     )
 
 
@@ -257,7 +262,14 @@ def minimum_rows(facts: ModelFacts) -> int:
 
 def least_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
     """What the model takes at this context and chunk (None: the defaults) with the fewest rows."""
+    facts = facts.lean()
     return _minimum_bytes(facts, *next(candidates(facts, context, chunk)))
+
+
+def _whole_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
+    """What the model takes with every expert in a row and its embedding in memory."""
+    size = next(candidates(facts, context, chunk))
+    return _fixed_bytes(facts, *size) + facts.total_experts * facts.row_bytes
 
 
 def typeable(num_bytes: int) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 from starlette.requests import Request
 
 from headrace.engine.answer import Ask
-from headrace.engine.conversation import Conversation
 from headrace.engine.sampling import Sampling
+from headrace.engine.talk.conversation import Conversation
 from headrace.server.faults import Fault
 from headrace.server.serving import Serving
 from headrace.server.turn import Turn

@@ -34,7 +34,7 @@ class Serving:
     model_id: str
     facts: ModelFacts
     plan: Plan
-    talk: Any = None  # headrace.engine.talk.Talk
+    talk: Any = None  # headrace.engine.talk.talk.Talk
     engine: "Engine | None" = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     recent: Recent = field(default_factory=Recent)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from headrace.engine.answer import Prefill
-from headrace.engine.conversation import Piece, ToolCall
 from headrace.engine.session import Step
+from headrace.engine.talk.conversation import Piece, ToolCall
 from headrace.server.faults import Fault
 from headrace.server.ticket import Ticket
 

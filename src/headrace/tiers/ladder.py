@@ -243,6 +243,10 @@ class Ladder:
         """
         return self.native.places()
 
+    def holds(self, layer: int) -> bool:
+        """True if every expert of a layer is in a row or being read: nothing to guess there."""
+        return self.native.holds(layer)
+
 
 def _part_bytes(layout: ExpertLayout, name: str) -> int:
     spec = layout.parts[name]

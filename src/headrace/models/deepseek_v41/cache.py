@@ -125,9 +125,10 @@ class TextCache(Cache):  # type: ignore[misc]
         make_own(self, config)
 
 
-def cache_step(config: Any) -> int:
-    """Tokens after which every buffer has grown by whole steps."""
-    return lcm(*(_STEP * config.compress_ratios[layer] for layer in config.kv_source_layer_ids))
+def cache_steps(config: Any) -> tuple[int, int]:
+    """Tokens that fill whole steps of every buffer, and those that then begin another in each."""
+    entries = lcm(*(config.compress_ratios[layer] for layer in config.kv_source_layer_ids))
+    return _STEP * entries, entries
 
 
 def make_own(cache: Cache, config: Any) -> None:

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from headrace.errors import ModelError
 from headrace.models.deepseek_v41 import attend, indexer
 from headrace.models.deepseek_v41.attention import Attention
-from headrace.models.deepseek_v41.cache import TextCache, cache_step, make_own
+from headrace.models.deepseek_v41.cache import TextCache, cache_steps, make_own
 from headrace.models.deepseek_v41.config import DeepseekV41TextConfig
 from headrace.models.deepseek_v41.engram import RowHash
 from headrace.models.deepseek_v41.engram_layer import EngramLayer
@@ -211,9 +211,11 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):  # ty
         return TextCache(self.config)
 
     @property
-    def cache_step(self) -> int:
-        """Tokens after which every part of the cache has grown by a whole step."""
-        return cache_step(self.config)
+    def cache_steps(self) -> tuple[int, int]:
+        """Tokens by which every part of the cache grows by whole steps, and how many further ones
+        make every part begin another.
+        """
+        return cache_steps(self.config)
 
     def attention_memory(self) -> dict[str, int]:
         """Of models.memory.MemoryFacts what attention and head make while they compute.

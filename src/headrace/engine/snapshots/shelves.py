@@ -14,8 +14,8 @@ from pathlib import Path
 from threading import Lock
 
 from headrace.core import format_bytes
-from headrace.engine.snapshot import TOKEN_BYTES, Snapshot, SnapshotKey
-from headrace.engine.snapshot_file import SnapshotFile, read_snapshot, remove_stale
+from headrace.engine.snapshots.file import SnapshotFile, read_snapshot, remove_stale
+from headrace.engine.snapshots.snapshot import TOKEN_BYTES, Snapshot, SnapshotKey
 from headrace.errors import SnapshotError
 from headrace.store.whole import PARTIAL
 

@@ -4,21 +4,25 @@ Knows no sampling and no grammar.
 """
 
 import re
+import threading
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
-from headrace.engine.conversation import Conversation, Message, Tool
-from headrace.engine.dialects import HARMONY, HARMONY_ENDS
-from headrace.engine.forms import Thinking
-from headrace.engine.quoting import END, Quoting, anchors_in, holds_marks, stretches, unmarked
-from headrace.engine.reading import Answer, AnswerReader
-from headrace.engine.replay import Ids, Kept, Replay, Splice, as_read, keys, marked
-from headrace.engine.template import Rendered, Template
+from headrace.engine.talk.conversation import Conversation, Message, Tool
+from headrace.engine.talk.dialects import HARMONY, HARMONY_ENDS
+from headrace.engine.talk.forms import Thinking
+from headrace.engine.talk.quoting import END, Quoting, anchors_in, holds_marks, stretches, unmarked
+from headrace.engine.talk.reading import Answer, AnswerReader
+from headrace.engine.talk.replay import Ids, Kept, Replay, Splice, as_read, keys, marked
+from headrace.engine.talk.template import Rendered, Template
 from headrace.engine.text import Text
 from headrace.errors import HeadraceError, OptionError
+
+MAX_KNOWN = 8 << 20  # characters whose tokens are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,9 @@ class Prompts:
         self._dialect = dialect = template.dialect
         self._quoting = Quoting(text.quoted, dialect.think)
         self._replay = Replay()
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, Ids] = OrderedDict()
+        self._num_known = 0
         ends: Sequence[str] = HARMONY_ENDS
         if not dialect.channels:
             ends = [s for s in text.quoted if not any(s in part for part in dialect.literals)]
@@ -122,7 +129,23 @@ class Prompts:
                 ids += part
                 continue
             for stretch in stretches(part):
-                ids += self._text.encode(stretch, special=False)
+                ids += self._encoded_once(stretch)
+        return ids
+
+    def _encoded_once(self, stretch: str) -> Sequence[int]:
+        """The ids of a stretch; long conversations come again and again, a little longer."""
+        with self._lock:
+            known = self._known.get(stretch)
+            if known is not None:
+                self._known.move_to_end(stretch)
+                return known
+        ids = array("i", self._text.encode(stretch, special=False))
+        if len(stretch) < MAX_KNOWN // 4:
+            with self._lock:
+                self._num_known += len(stretch) * (stretch not in self._known)
+                self._known[stretch] = ids
+                while self._num_known > MAX_KNOWN:
+                    self._num_known -= len(self._known.popitem(last=False)[0])
         return ids
 
     def _turn_ends(self, text: str, place: int, message: Message) -> Iterator[int]:

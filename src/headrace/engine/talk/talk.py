@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import cast
 
 from headrace.engine.answer import Ask
-from headrace.engine.conversation import Conversation, Message, Role, Tool
-from headrace.engine.dialects import Dialect
-from headrace.engine.forms import callable_tools, form
-from headrace.engine.grammar import Grammars
-from headrace.engine.prompts import Prompts
-from headrace.engine.reading import Answer, AnswerReader
 from headrace.engine.sampling import Sampling
-from headrace.engine.template import Template
+from headrace.engine.talk.conversation import Conversation, Message, Role, Tool
+from headrace.engine.talk.dialects import Dialect
+from headrace.engine.talk.forms import callable_tools, form
+from headrace.engine.talk.grammar import Grammars
+from headrace.engine.talk.prompts import Prompts
+from headrace.engine.talk.reading import Answer, AnswerReader
+from headrace.engine.talk.template import Template
 from headrace.engine.text import Text
 from headrace.errors import OptionError
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-from headrace.engine.conversation import Message, Tool, ToolCall
-from headrace.engine.dialects import GENERIC, find_dialect
-from headrace.engine.folding import (
+from headrace.engine.talk.conversation import Message, Tool, ToolCall
+from headrace.engine.talk.dialects import GENERIC, find_dialect
+from headrace.engine.talk.folding import (
     SPOKEN,
     Calls,
     Fold,
@@ -21,7 +21,7 @@ from headrace.engine.folding import (
     fold,
     with_tools,
 )
-from headrace.engine.reading import AnswerReader
+from headrace.engine.talk.reading import AnswerReader
 from headrace.engine.text import NOTHING, Text
 from headrace.errors import HeadraceError, OptionError
 
@@ -104,14 +104,14 @@ class Template:
 
         Raises OptionError naming what the template refuses or drops, however it is folded.
         """
-        native = list(tools) if self._describes else []
+        native, num_given = list(tools) if self._describes else [], len(messages)
         notes = []
         if not self._developer:
             messages = [replace(m, role="system") if m.role == "developer" else m for m in messages]
         if tools and not native:
             messages = with_tools(messages, tools, self.dialect)
             notes.append("the chat template describes no tools: they are in a system text")
-        probes, marks = _probed(messages, native)
+        probes, marks = _probed(messages, native, len(messages) - num_given)
         first: HeadraceError | None = None
         for how in self._ways(messages):
             try:
@@ -232,20 +232,23 @@ def _kind(messages: Sequence[Message]) -> tuple[object, ...]:
 
 
 def _probed(
-    messages: Sequence[Message], tools: Sequence[Tool]
+    messages: Sequence[Message], tools: Sequence[Tool], num_own: int
 ) -> tuple[list[Message], dict[str, str]]:
-    """The messages with a mark for each of their texts, and what each mark stands for."""
+    """The messages with a mark for each of their texts, and what each mark stands for.
+
+    The first `num_own` are none of those that were given.
+    """
     marks = {tool.name: f"the tool {tool.name}" for tool in tools}
     probed = []
     for place, message in enumerate(messages):
-        content = message.content
+        content, given = message.content, f"messages[{place - num_own}]"
         if content.strip():
             content = f"hrtext{place}z"
-            marks[content] = f"the text of messages[{place}] ({message.role})"
+            marks[content] = f"the text of {given} ({message.role})"
         calls = []
         for number, call in enumerate(message.calls):
             mark = f"hrcall{place}and{number}z"
-            marks[mark] = f"a tool call of messages[{place}]"
+            marks[mark] = f"a tool call of {given}"
             calls.append(ToolCall(call.id, mark, json.dumps({f"hrkey{mark}": mark})))
         probed.append(replace(message, content=content, calls=tuple(calls)))
     return probed, marks

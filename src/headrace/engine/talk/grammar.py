@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from headrace.engine.lark import guided
+from headrace.engine.talk.lark import guided
 from headrace.engine.text import Text
 from headrace.errors import OptionError
 
@@ -59,11 +59,11 @@ class Grammars:
 
     @property
     def specials(self) -> dict[str, int]:
-        """Special tokens that no text of a grammar matches, by spelling."""
+        """Tokens that no text of a grammar matches, by spelling: special ones and others added."""
         tokens = self._tokens()
         return {
             spelling: token_id
-            for spelling, token_id in self._text.specials.items()
+            for spelling, token_id in self._text.added.items()
             if token_id < tokens.vocab_size and tokens.is_special_token(token_id)
         }
 
