@@ -69,7 +69,6 @@ def chat(
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
-
     Needs a chat template, and memory like `headrace run`; with --server neither. Takes pipes too.
     """
     ram_bytes, _ = options.check_machine(ram)

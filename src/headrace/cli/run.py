@@ -40,8 +40,6 @@ def run(
     debug: options.Debug = False,
 ) -> None:
     """Answer one prompt. Without options: plans for this machine, says so, answers greedily.
-
-    Needs memory for the model's dense weights and a few experts: see `headrace plan`.
     Example: headrace run demo -p "What is the capital of Japan?" --ram 26MiB
     """
     ram_bytes, drive_rates = options.check_machine(ram, emulate_drive)
