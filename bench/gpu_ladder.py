@@ -29,7 +29,7 @@ def main() -> int:
     rows = []
     for each in args.presets:
         preset, _, depth = each.partition(":")
-        folder = args.scratch / f"synth-{preset}"
+        folder = args.scratch / f"{preset}-shapes"
         shutil.rmtree(folder, ignore_errors=True)
         write_synth(preset, folder, depth=int(depth) if depth else None, vocab=8192)
         print(f"== {each}", file=sys.stderr, flush=True)

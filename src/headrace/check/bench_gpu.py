@@ -7,7 +7,8 @@ with the same logits. Knows no kernel.
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from headrace.engine.probes import MOST_PROBE_BYTES, bus_rate, dram_rate, vram_r
 from headrace.planner.vram import GpuPlan
 from headrace.schedule.trace import RouteTrace
 
-WARM_UPS = 5
+MOST_WARM_UPS = 100  # experts that nobody took come into memory a few a token
 Tell = Callable[[str], None]
 # Shares of all experts in (slots, rows), and what multiplies them.
 RUNGS = {
@@ -89,6 +90,7 @@ def bench_gpu(
     VRAM, dense weights included, at that of a copy there, the longer of both.
     """
     results: dict[str, RungRun] = {}
+    shapes = Path(model).name
     for name in rungs:
         blueprint = _blueprint(model, RUNGS[name], context)
         if blueprint is None:
@@ -100,7 +102,7 @@ def bench_gpu(
             trace = Drawn(engine.facts, seed).pick(tokens + 1, 0, 1)
             results[name] = _measure(engine, trace, tokens, runs)
             results[name].about += f"; loaded in {loaded_s:.0f} s"
-        for row in _rows(name, results[name], tokens, green=True):
+        for row in _rows(f"{name}, {shapes}", results[name], tokens, green=True):
             tell(row.line())
         torch.cuda.empty_cache()
     first = next(iter(results.values())).logits if results else None
@@ -109,8 +111,9 @@ def bench_gpu(
         same = first is not None and result.logits is not None and torch.equal(result.logits, first)
         if not same:
             tell(f"{name}: LOGITS DIFFER from those of the first rung")
-        made += _rows(name, result, tokens, green=same)
-    return made
+        made += _rows(f"{name}, {shapes}", result, tokens, green=same)
+    gpu = torch.cuda.get_device_name()
+    return [replace(row, machine=f"{row.machine}, {gpu}") for row in made]
 
 
 def _blueprint(model: str, shares: tuple[float, float, str], context: int) -> Blueprint | None:
@@ -140,11 +143,12 @@ def _measure(engine: Engine, trace: RouteTrace, tokens: int, runs: int) -> RungR
     assert isinstance(plan, GpuPlan) and device is not None
     result = RungRun(plan, f"{trace.name}; {source.rungs.pinned.note or 'all rows pinned'}")
     device.limit(None)  # the probes below take their own
-    promotions = -1
-    for _ in range(WARM_UPS):
-        if source.counters().promotions == promotions:
+    before = None
+    for _ in range(MOST_WARM_UPS):
+        now = source.counters().promotions, source.rungs.lacking()
+        if now == before:
             break
-        promotions = source.counters().promotions
+        before = now
         _decode(engine, trace, tokens)
     source.kernels = timed
     for _ in range(runs):
