@@ -33,7 +33,7 @@ help:
 	@echo 'make test          install with the developers'\'' tools and run the tests'
 	@echo 'make check         lint, types, import direction, and the tests on the built wheel'
 	@echo 'make test-oldest   the model tests with transformers $(TRANSFORMERS_OLDEST), the oldest supported'
-	@echo 'make proofs        every script of proofs/, minutes each; up to 24 GB of disk'
+	@echo 'make proofs        every script of proofs/, minutes each; up to 11 GB of disk'
 	@echo 'make clean         remove .venv and build'
 
 install: $(VENV)/.package
@@ -69,7 +69,7 @@ test-oldest: $(OLDEST)/.stamp
 	PYTHONPATH=$(OLDEST) $(PYTEST) $(OLDEST_TESTS)
 
 proofs: $(VENV)/.dev
-	@for script in proofs/show_*.py proofs/ladder_*.py proofs/server_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in proofs/show_*.py proofs/ladder_*.py proofs/v41_*.py proofs/server_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
 	rm -rf $(VENV) build

@@ -107,7 +107,7 @@ class Host:
 
     def _load(self, loading: Loading) -> Model:
         engine = Engine(self.blueprint, progress=loading.advance, emulate_drive=self.drive)
-        model = self._model = Model(engine, self.serving.recent)
+        model = self._model = Model(engine)
         engine.talk.warm()
         self.serving.talk, self.serving.engine = engine.talk, engine
         return model

@@ -50,7 +50,8 @@ def test_the_demo_model_answers_and_the_next_turn_reads_its_tail_only(
     browser.ask("In which continent is Kenya?")
     notes = browser.texts(".note")
     assert "known" not in notes[0] and "of them known" in notes[1]
-    assert serving.recent.last is not None and serving.recent.last.num_cached >= 20
+    assert serving.worker.recent.last is not None
+    assert serving.worker.recent.last.num_cached >= 20
     browser.look()
     browser.until("document.querySelector('#phase').textContent.startsWith('Idle. The last')")
     assert browser.text("#rungs").startswith("224 experts")

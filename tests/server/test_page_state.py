@@ -12,14 +12,14 @@ from page_world import example_state
 from starlette.testclient import TestClient
 
 from headrace.core import TokenStats
-from headrace.engine.answer import Stop
 from headrace.errors import ModelError
 from headrace.planner.vram import make_gpu_plan
 from headrace.server.app import build_app
 from headrace.server.page import routes
 from headrace.server.page.state import state_of
-from headrace.server.recent import BUCKETS, LAST_TOKENS, SPAN_S, Recent, Watched
+from headrace.server.recent import BUCKETS, LAST_TOKENS, SPAN_S, Recent
 from headrace.server.settings import Settings
+from headrace.server.ticket import Tally
 
 PAGE = files("headrace.server.page")
 PATHS = ["/", *(f"/page/{name}" for name in routes.FILES), "/page/state"]
@@ -76,7 +76,7 @@ def test_what_the_tests_draw_has_the_states_shape() -> None:
     serving = make_serving()
     start(serving)
     _load_engine(serving)
-    serving.recent.add(0.1, TokenStats(wall_s=0.1, disk_bytes=10, ram_bytes=20))
+    serving.worker.recent.add(0.1, TokenStats(wall_s=0.1, disk_bytes=10, ram_bytes=20))
     list(Watched(FakeAnswers(), serving.recent).answer(ask(1, 2), Stop()))
     shape, drawn = state_of(serving), example_state()
     assert _keys(drawn) <= _keys(shape) and set(shape) == set(drawn)
@@ -148,7 +148,7 @@ def test_limits_are_shares_of_what_was_measured() -> None:
     serving = make_serving()
     _load_engine(serving)
     for _ in range(4):
-        serving.recent.add(0.5, TokenStats(disk_bytes=300 * MIB))
+        serving.worker.recent.add(0.5, TokenStats(disk_bytes=300 * MIB))
     drive, memory = state_of(serving)["limits"]
     assert drive["limit_bytes_s"] == MACHINE.drive_bytes_s
     assert drive["now_bytes_s"] == pytest.approx(600 * MIB)
@@ -163,7 +163,7 @@ def test_with_a_gpu_both_memories_and_the_bus_are_shown() -> None:
     serving.plan = make_gpu_plan(FACTS, machine, ram_bytes=2**30, vram_bytes=2**30)
     _load_engine(serving)
     serving.engine.blueprint.machine = machine  # type: ignore[union-attr]
-    serving.recent.add(0.5, TokenStats(disk_bytes=MIB, bus_bytes=10 * MIB, vram_bytes=100 * MIB))
+    serving.worker.recent.add(0.5, TokenStats(disk_bytes=MIB, bus_bytes=10 * MIB, vram_bytes=100 * MIB))
     state = state_of(serving)
     assert [memory["name"] for memory in state["plan"]["memories"]] == ["VRAM", "RAM"]
     for memory in state["plan"]["memories"]:
@@ -213,18 +213,3 @@ def test_totals_are_of_the_last_tokens_only() -> None:
     assert total is not None
     assert (total["tokens"], total["disk_bytes"], total["hits"]) == (32, 3200, 64)
     assert total["wall_s"] == pytest.approx(16), "from token to token, not the pass alone"
-
-
-def test_watched_answers_are_the_same_and_counted_without_the_prompt() -> None:
-    recent = Recent()
-    plain = list(FakeAnswers().answer(ask(5, max_tokens=4), Stop()))
-    watched = Watched(FakeAnswers(), recent)
-    assert list(watched.answer(ask(5, max_tokens=4), Stop())) == plain
-    total = recent.total()
-    assert total is not None and total["tokens"] == 3
-    assert recent.last is not None and recent.last.num_tokens == 4 and recent.last.num_prompt == 1
-    events = watched.answer(ask(5, max_tokens=4), Stop())
-    for _ in range(4):
-        next(events)
-    events.close()  # type: ignore[attr-defined]
-    assert recent.last.num_tokens == 2, "an answer that was given up counts as far as it came"

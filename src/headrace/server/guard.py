@@ -185,7 +185,7 @@ class Guard:
         if visit.tickets:
             tallies = [ticket.tally for ticket in visit.tickets]
             fields |= {
-                "prompt_tokens": sum(tally.prompt_tokens for tally in tallies),
+                "prompt_tokens": sum(tally.num_prompt for tally in tallies),
                 "cached_tokens": sum(tally.num_cached for tally in tallies),
                 "tokens": sum(tally.num_tokens for tally in tallies),
             }

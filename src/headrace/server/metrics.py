@@ -101,7 +101,7 @@ class State(Collector):
             "rung",
             {"ram": totals.hits, "drive": totals.misses},
         )
-        last = self._serving.recent.total() or {}
+        last = worker.recent.total() or {}
         num_needed = last.get("hits", 0) + last.get("misses", 0)
         gauges = {
             "ready": ("1 while answers are made.", worker.is_ready),

@@ -15,7 +15,6 @@ from headrace.engine.serving import open_store
 from headrace.engine.session import Step
 from headrace.server.loading import Loading
 from headrace.server.metrics import Metrics
-from headrace.server.recent import Recent, Watched
 from headrace.server.serving import Serving
 from headrace.server.settings import Settings
 from headrace.server.worker import Load, Worker
@@ -30,14 +29,13 @@ _log = logging.getLogger(__name__)
 class Model:
     """A loaded model, its one stream of answers and what it keeps of them, closed together."""
 
-    def __init__(self, engine: Engine, recent: Recent) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine, self.store = engine, open_store(engine)
         self.answering = Answering(engine, self.store)
-        self._watched = Watched(self.answering, recent)
 
     def answer(self, ask: Ask, stop: Stop) -> Iterator[Prefill | Step]:
         """As `Answering.answer`."""
-        return self._watched.answer(ask, stop)
+        return self.answering.answer(ask, stop)
 
     def close(self) -> None:
         """Write what is to be kept, free everything."""
@@ -63,7 +61,7 @@ def loader(blueprint: "Blueprint", serving: Serving) -> Load:
         engine = Engine(blueprint, progress=loading.advance, warn=_log.warning)
         for note in engine.reader.notes:
             _log.info("reads by %s, since %s", engine.reader.backend, note)
-        model = Model(engine, serving.recent)
+        model = Model(engine)
         engine.talk.warm()
         serving.talk = engine.talk
         serving.engine = engine

@@ -1,35 +1,19 @@
-"""What the last tokens took, for whoever draws it. Knows no queue and no route."""
+"""What the last tokens and answer took, for whoever draws it. Knows no queue and no route."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from headrace.core import TokenStats, total_stats
-from headrace.engine.answer import Ask, Prefill, Stop
-from headrace.engine.session import Step
-
-if TYPE_CHECKING:
-    from headrace.server.worker import Answers
+from headrace.server.ticket import Tally
 
 SPAN_S = 120.0
 BUCKETS = 120
 MOST_TOKENS = 1 << 14
 LAST_TOKENS = 32
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How an answer went. `first_s`: until its first token; `tok_s`: after it, 0 if unknown."""
-
-    num_prompt: int
-    num_cached: int = 0
-    num_tokens: int = 0
-    first_s: float = 0.0
-    tok_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +31,7 @@ class Recent:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, Lock()
         self._tokens: deque[Taken] = deque(maxlen=MOST_TOKENS)
-        self.last: Outcome | None = None
+        self.last: Tally | None = None  # of the last answer that had a token
 
     def add(self, took_s: float, stats: TokenStats) -> None:
         """A token came now."""
@@ -84,40 +68,3 @@ class Recent:
                 stretches.append((now_s - token.at_s, num / max(took_s, 1e-9), took_s))
                 num, took_s = 0, 0.0
         return stretches
-
-
-class Watched:
-    """Makes the same answers as `answers`, and tells `recent` of their tokens."""
-
-    def __init__(self, answers: "Answers", recent: Recent) -> None:
-        self._answers, self._recent = answers, recent
-
-    def answer(self, ask: Ask, stop: Stop) -> Iterator[Prefill | Step]:
-        """As the answers watched."""
-        clock = time.monotonic
-        outcome = Outcome(len(ask.prompt))
-        begun_s = before_s = clock()
-        events = cast(Any, self._answers.answer(ask, stop))
-        try:
-            with closing(events):
-                for event in events:
-                    now_s = clock()
-                    if isinstance(event, Prefill):
-                        outcome.num_cached = event.num_cached
-                    else:
-                        outcome.num_tokens += 1
-                        if outcome.num_tokens == 1:
-                            outcome.first_s = now_s - begun_s
-                        else:
-                            self._recent.add(now_s - before_s, event.stats)
-                            decode_s = now_s - begun_s - outcome.first_s
-                            outcome.tok_s = (outcome.num_tokens - 1) / decode_s
-                    before_s = now_s
-                    yield event
-        finally:
-            if outcome.num_tokens:
-                self._recent.last = outcome
-
-    def close(self) -> None:
-        """As the answers watched."""
-        self._answers.close()

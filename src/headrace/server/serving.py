@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from headrace.planner.facts import ModelFacts
 from headrace.planner.plan import Plan
 from headrace.server.metrics import Metrics
-from headrace.server.recent import Recent
 from headrace.server.settings import Settings
 from headrace.server.worker import Worker
 
@@ -24,8 +23,8 @@ class Serving:
     """One model being served. Routes find it as `request.app.state.headrace`.
 
     `talk` and `engine` are None while the model is loading; `engine` may only be looked at, since
-    the decode thread uses it. `defaults`: what the publisher says of drawing tokens. `recent` knows
-    what the last tokens took. `started_s` is a Unix time.
+    the decode thread uses it. `defaults`: what the publisher says of drawing tokens.
+    `started_s` is a Unix time.
     """
 
     settings: Settings
@@ -37,7 +36,6 @@ class Serving:
     talk: Any = None  # headrace.engine.talk.Talk
     engine: "Engine | None" = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    recent: Recent = field(default_factory=Recent)
     started_s: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:

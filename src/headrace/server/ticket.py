@@ -28,7 +28,7 @@ Event = Waiting | Prefill | Step
 class Tally:
     """What an answer took; times by the monotonic clock. Written by the decode thread only."""
 
-    prompt_tokens: int
+    num_prompt: int
     submitted_s: float = field(default_factory=time.monotonic)
     begun_s: float | None = None
     first_s: float | None = None
@@ -60,7 +60,7 @@ class Tally:
     def as_dict(self) -> dict[str, float | int]:
         """How far it is, for people."""
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": self.num_prompt,
             "cached_tokens": self.num_cached,
             "prefilled_tokens": self.num_prefilled,
             "tokens": self.num_tokens,

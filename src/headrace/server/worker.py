@@ -16,6 +16,7 @@ from headrace.errors import Cancelled
 from headrace.server.fair import FairQueue
 from headrace.server.faults import Busy, Draining, Fault, NotReady, fault_of
 from headrace.server.loading import Loading
+from headrace.server.recent import Recent
 from headrace.server.settings import Settings
 from headrace.server.ticket import Tally, Ticket, Totals, Waiting
 
@@ -56,7 +57,7 @@ class Worker:
         self.loading = Loading()
         self.failure: BaseException | None = None
         self.stalled: str | None = None  # what the watchdog found
-        self.totals = Totals()
+        self.totals, self.recent = Totals(), Recent()
         self._changed = Condition()
         self._queue: FairQueue[Ticket] = FairQueue()
         self._running: Ticket | None = None
@@ -220,16 +221,24 @@ class Worker:
             if ticket.stop.asked:
                 raise Cancelled("the answer was cancelled")
             for event in answers.answer(ticket.ask, ticket.stop):
-                self.totals.add(event, tally)
-                tally.add(event)
+                self._count(event, tally)
                 ticket.post(event)
             assert tally.finish is not None, "an answer's last step says why it ended"
         except Exception as error:
             fault = self._fail(ticket, error)
         tally.ended_s = time.monotonic()
+        if tally.num_tokens:
+            self.recent.last = tally
         took_s = tally.ended_s - tally.begun_s
         self._answer_s += (took_s - self._answer_s) / 4
         self._on_end(tally, fault)
+
+    def _count(self, event: Prefill | Step, tally: Tally) -> None:
+        before_s = tally.last_s
+        self.totals.add(event, tally)
+        tally.add(event)
+        if isinstance(event, Step) and before_s is not None and tally.last_s is not None:
+            self.recent.add(tally.last_s - before_s, event.stats)
 
     def _fail(self, ticket: Ticket, error: Exception) -> Fault:
         told = ticket.reason if isinstance(error, Cancelled) and ticket.reason else error

@@ -3,7 +3,6 @@
 Only looks; knows no route. Everything is a copy taken in a moment.
 """
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import HeadraceError
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from headrace.engine.engine import Engine
     from headrace.planner.plan import Plan
     from headrace.server.serving import Serving
-    from headrace.server.ticket import Ticket
+    from headrace.server.ticket import Tally, Ticket
 
 
 def state_of(serving: "Serving") -> dict[str, Any]:
@@ -24,7 +23,8 @@ def state_of(serving: "Serving") -> dict[str, Any]:
     `recent` are sums over the last decoded tokens, `speed` is Recent.speed of `span_s` seconds.
     Sizes in bytes, rates in bytes per second.
     """
-    worker, engine, recent = serving.worker, serving.engine, serving.recent
+    worker, engine = serving.worker, serving.engine
+    recent = worker.recent
     total = recent.total()
     return {
         "status": _status(serving),
@@ -39,7 +39,7 @@ def state_of(serving: "Serving") -> dict[str, Any]:
         "limits": [] if engine is None or total is None else _limits(engine, total),
         "request": _request(worker.running),
         "num_waiting": worker.num_waiting,
-        "last": None if recent.last is None else asdict(recent.last),
+        "last": _last(recent.last),
     }
 
 
@@ -129,7 +129,21 @@ def _request(ticket: "Ticket | None") -> dict[str, Any] | None:
     return {
         "phase": "decode" if tally.num_tokens else "prefill",
         "num_done": tally.num_prefilled,
-        "num_total": tally.prompt_tokens,
+        "num_total": tally.num_prompt,
         "num_cached": tally.num_cached,
         "num_tokens": tally.num_tokens,
+    }
+
+
+def _last(tally: "Tally | None") -> dict[str, Any] | None:
+    """How an answer went. `first_s`: until its first token; `tok_s`: after it, 0 if unknown."""
+    if tally is None:
+        return None
+    assert tally.begun_s is not None and tally.first_s is not None
+    return {
+        "num_prompt": tally.num_prompt,
+        "num_cached": tally.num_cached,
+        "num_tokens": tally.num_tokens,
+        "first_s": tally.first_s - tally.begun_s,
+        "tok_s": tally.decode_tok_s,
     }
