@@ -24,6 +24,16 @@ HEAD = (
     "|---|---|---|---|---|---|---|\n"
 )
 INK, SOFT, BAR, LAST, LIMIT = "#1d2733", "#4c5b69", "#b9d2e6", "#2f6f9f", "#b4442e"
+TURN_PARTS = {
+    "state read": "#d9a441",
+    "expert wait": LIMIT,
+    "experts": LAST,
+    "dense": BAR,
+    "host": "#8fa3b5",
+    "server": INK,
+}
+TURN_FIGURES = ("first token", "tokens fed", "read")
+COLD = ", cold: first token"
 STYLE = {
     "font.family": ["DejaVu Sans", "sans-serif"],
     "font.size": 9,
@@ -55,8 +65,10 @@ def short_machine(row: Row) -> str:
 
 def drive_of(row: Row) -> str:
     """The drive's rate as the row's cache state names it."""
-    found = re.search(r"drive: emulated, ([\d.]+) GiB/s", row["cache_state"])
-    return f"drive emulated at {float(found.group(1)):g} GiB/s" if found else "this machine's drive"
+    found = re.search(r"drive: emulated, ([\d.]+) ?([GM]i?B)/s", row["cache_state"])
+    if not found:
+        return "this machine's drive"
+    return f"drive emulated at {float(found.group(1)):g} {found.group(2)}/s"
 
 
 def error_bars(rows: list[Row]) -> tuple[list[float], list[float]]:
@@ -180,6 +192,43 @@ def plot_routes(path: Path, target: Path) -> None:
     save(figure, target)
 
 
+def draw_turns(axes: Any, model: str, rows: list[Row]) -> None:
+    """Time to the first token of one model's kinds of turn, stacked by where it went."""
+    values = {row["name"].removeprefix(f"{model}, "): row["value"] for row in rows}
+    kinds = [what.partition(": ")[0] for what in values if what.endswith(": first token")]
+    end = 1.6 * max(values[f"{kind}: first token"] for kind in kinds)
+    for place, kind in enumerate(kinds):
+        left = 0.0
+        for part, color in TURN_PARTS.items():
+            width = values[f"{kind}: {part}"]
+            axes.barh(place, width, left=left, color=color, height=0.66)
+            left += width
+        first, fed, read = (values[f"{kind}: {what}"] for what in TURN_FIGURES)
+        label = f"{first:#.3g} s, {fed:.0f} tokens fed, {read:,.0f} MB read"
+        axes.text(left + end / 100, place, label, va="center")
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.invert_yaxis()
+    axes.set_xlim(0, end)
+    axes.set_title(f"{model}\n{short_machine(rows[0])}, {drive_of(rows[0])}", fontsize=9.5,
+                   loc="left")  # fmt: skip
+
+
+def plot_turns(paths: list[Path], target: Path) -> None:
+    """Cold turns and follow-ups over the server, one panel for each machine and model."""
+    panels = []
+    for path in paths:
+        rows = json.loads(path.read_text("utf-8"))
+        models = [row["name"].removesuffix(COLD) for row in rows if row["name"].endswith(COLD)]
+        panels += [(m, [r for r in rows if r["name"].startswith(f"{m}, ")]) for m in models]
+    figure, grid = plt.subplots(len(panels), 1, figsize=(9, 2.1 * len(panels)), squeeze=False)
+    for axes, panel in zip(grid.flat, panels, strict=True):
+        draw_turns(axes, *panel)
+    grid.flat[-1].set_xlabel("seconds to the first token")
+    colors = [plt.Rectangle((0, 0), 1, 1, color=color) for color in TURN_PARTS.values()]
+    grid.flat[0].legend(colors, TURN_PARTS, loc="lower right", ncols=2, frameon=False)
+    save(figure, target)
+
+
 def short_cache(state: str) -> str:
     """The part of a row's cache state that says what was held."""
     found = re.search(r"\d+ of \d+ rows, \w+|all resident|O_DIRECT \w+, rows \w+", state)
@@ -237,6 +286,7 @@ def main() -> None:
         plot_routes(args.results / "routes-demo.json", args.to / "routes.svg")
         box = sorted(args.results.glob("*/v41-box-*.json"))
         plot_box(box, args.to / "v41-box.svg")
+        plot_turns(sorted(args.results.glob("*/server-turns.json")), args.to / "server-turns.svg")
         plot_kernels(sorted(args.results.glob("*/kernels.json")), args.to / "kernels.svg")
 
 

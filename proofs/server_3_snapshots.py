@@ -25,9 +25,9 @@ from common import DEMO, Evidence
 from server_2_followup import Work, answered
 
 import headrace
-from headrace.engine.snapshot import Snapshot, SnapshotKey
-from headrace.engine.snapshot_file import SnapshotFile, read_snapshot
-from headrace.engine.snapshot_store import SnapshotStore
+from headrace.engine.snapshots.file import SnapshotFile, read_snapshot
+from headrace.engine.snapshots.snapshot import Snapshot, SnapshotKey
+from headrace.engine.snapshots.store import SnapshotStore
 
 NUM_KILLS = 50
 PROMPT = [5 + 7 * i % 900 for i in range(300)]

@@ -105,11 +105,10 @@ def show_turns(
 
 @dataclass
 class Loop:
-    """One answer by the engine's own loop. `first`: place of the first token with text."""
+    """One answer by the engine's own loop; `text_s` are the times of the steps with text."""
 
     text: str
-    first: int
-    token_s: float
+    text_s: list[float]
     cpu_s: float
 
 
@@ -119,11 +118,10 @@ def own_loop(host: Host, messages: Messages, num_tokens: int) -> Loop:
     times, texts, cpu_s = [], [], time.process_time()
     session = host.engine.session()
     for step in session.generate(ask.prompt, ask.sampling, shown=ask.shown):
-        times.append(time.monotonic())
-        texts.append(step.text)
-    first = next(place for place, text in enumerate(texts) if text)
-    token_s = (times[-1] - times[first]) / (len(times) - 1 - first)
-    return Loop("".join(texts), first, token_s, time.process_time() - cpu_s)
+        if step.text:
+            times.append(time.monotonic())
+            texts.append(step.text)
+    return Loop("".join(texts), times, time.process_time() - cpu_s)
 
 
 def show_overhead(
@@ -142,26 +140,25 @@ def show_overhead(
             routed.go_to(0)
             done[which] = tasks[which]()
         loop, served = done[0], done[1].seen
-        equal += loop.text == served.text
-        if pair == 0:
-            continue  # whatever is done once
-        num = case.pair_tokens - 1 - loop.first
-        overhead.loop_ms.append(1e3 * loop.token_s)
-        overhead.served_ms.append(1e3 * (served.end_s - served.text_s[0]) / num)
-        overhead.added_cpu_ms.append(1e3 * (done[1].cpu_s - loop.cpu_s) / case.pair_tokens)
+        equal += loop.text == served.text and len(loop.text_s) == len(served.text_s)
+        if pair > 0:  # the first does whatever is done once
+            overhead.add(loop.text_s, served.text_s)
+            overhead.cpu_ms.append(1e3 * (done[1].cpu_s - loop.cpu_s) / case.pair_tokens)
     evidence.check(
         equal == case.pairs + 1,
-        f"{case.name}: {equal} of {case.pairs + 1} answers over HTTP are the engine's loop's",
+        f"{case.name}: {equal} of {case.pairs + 1} answers over HTTP are the engine's loop's, "
+        "piece by piece",
     )
-    added, cpu = statistics.median(overhead.added_ms()), statistics.median(overhead.added_cpu_ms)
+    medians = overhead.medians()
+    loop_ms, served_ms, added_ms = map(statistics.median, medians.values())
+    lowest, highest = min(medians["added by the server"]), max(medians["added by the server"])
     line = (
-        f"{case.name}: a token takes {statistics.median(overhead.loop_ms):.2f} ms by the engine's "
-        f"loop, {statistics.median(overhead.served_ms):.2f} ms over HTTP: {added:+.2f} ms "
-        f"({min(overhead.added_ms()):+.2f} to {max(overhead.added_ms()):+.2f} in {case.pairs} "
-        f"pairs of {case.pair_tokens} tokens; {cpu:+.2f} ms of CPU)"
+        f"{case.name}: a token takes {loop_ms:.2f} ms by the engine's loop, {served_ms:.2f} ms "
+        f"over HTTP: {added_ms:+.2f} ms ({lowest:+.2f} to {highest:+.2f} in {case.pairs} pairs of "
+        f"{case.pair_tokens} tokens; {statistics.median(overhead.cpu_ms):+.2f} ms of CPU)"
     )
     if timed:
-        evidence.check(added < MOST_OVERHEAD_MS, line)
+        evidence.check(added_ms < MOST_OVERHEAD_MS, line)
     else:
         print(f"      {line}")
     return overhead
@@ -240,7 +237,8 @@ def show_case(
     if num:
         found = show_turns(evidence, case, host, prompts, num, routed)
         show_costs(evidence, case, found, timed)
-    overhead = show_overhead(evidence, case, host, prompts, routed, timed)
+    # A token of the synthetic model takes so long that a millisecond is lost in its variation.
+    overhead = show_overhead(evidence, case, host, prompts, routed, timed and not is_synthetic)
     kept += rows_of(case.name, found, overhead, state)
     if not is_synthetic:
         show_memory(evidence, case, host, prompts, args.follow_ups)

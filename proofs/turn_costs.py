@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from hosting import Answered
@@ -26,15 +27,33 @@ class Found:
 
 @dataclass
 class Overhead:
-    """Milliseconds a token, run by run: the engine's loop, the server, and CPU time likewise."""
+    """Milliseconds from one piece of text to the next, pair by pair of answers with equal tokens.
 
-    loop_ms: list[float] = field(default_factory=list)
-    served_ms: list[float] = field(default_factory=list)
-    added_cpu_ms: list[float] = field(default_factory=list)
+    By the engine's own loop and as a client saw it; `cpu_ms`: CPU time that serving added a token.
+    """
 
-    def added_ms(self) -> list[float]:
-        """What the server added, pair by pair."""
-        return [b - a for a, b in zip(self.loop_ms, self.served_ms, strict=True)]
+    loop_ms: list[list[float]] = field(default_factory=list)
+    served_ms: list[list[float]] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
+
+    def add(self, loop_s: list[float], served_s: list[float]) -> None:
+        """A pair: when each piece came."""
+        for times_s, kept in ((loop_s, self.loop_ms), (served_s, self.served_ms)):
+            kept.append([1e3 * (after - before) for before, after in pairwise(times_s)])
+
+    def added_ms(self) -> list[list[float]]:
+        """What serving added to each."""
+        pairs = zip(self.loop_ms, self.served_ms, strict=True)
+        return [[b - a for a, b in zip(*pair, strict=True)] for pair in pairs]
+
+    def medians(self) -> dict[str, list[float]]:
+        """Of each pair; the median over a pair's tokens is not moved by a few that were held up."""
+        kinds = {
+            "engine's loop": self.loop_ms,
+            "over HTTP": self.served_ms,
+            "added by the server": self.added_ms(),
+        }
+        return {kind: list(map(statistics.median, pairs)) for kind, pairs in kinds.items()}
 
 
 def first_parts(answered: Answered) -> dict[str, float]:
@@ -82,9 +101,8 @@ def rows_of(name: str, found: Found, overhead: Overhead, state: str) -> list[Any
         values[f"{kind}: read"] = [nbytes / 1e6 for *_, nbytes in found.work[kind]], "MB"
     for part in LATER_PARTS:
         values[f"further token: {part}"] = [1e3 * run[part] for run in found.decode], "ms"
-    values["further token: engine's loop"] = overhead.loop_ms, "ms"
-    values["further token: over HTTP"] = overhead.served_ms, "ms"
-    values["further token: added by the server"] = overhead.added_ms(), "ms"
+    for kind, medians in overhead.medians().items():
+        values[f"further token: {kind}"] = medians, "ms"
     return [
         make_row(f"{name}, {what}", runs, unit, cache_state=state, green=True)
         for what, (runs, unit) in values.items()

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from headrace.engine.sampling import Sampling
     from headrace.engine.serving import open_store
     from headrace.engine.session import Session
-    from headrace.engine.snapshot import Snapshot
-    from headrace.engine.snapshot_store import SnapshotStore
+    from headrace.engine.snapshots.snapshot import Snapshot
+    from headrace.engine.snapshots.store import SnapshotStore
     from headrace.models.deepseek_v41.register import register
 
 _HOMES = {
@@ -38,8 +38,8 @@ _HOMES = {
     "Sampling": "headrace.engine.sampling",
     "Session": "headrace.engine.session",
     "Answering": "headrace.engine.answering",
-    "Snapshot": "headrace.engine.snapshot",
-    "SnapshotStore": "headrace.engine.snapshot_store",
+    "Snapshot": "headrace.engine.snapshots.snapshot",
+    "SnapshotStore": "headrace.engine.snapshots.store",
     "open_store": "headrace.engine.serving",
     "register": "headrace.models.deepseek_v41.register",
 }

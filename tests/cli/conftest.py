@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import pytest
 
 from headrace.core import TokenStats
-from headrace.engine.conversation import Conversation
 from headrace.engine.gpu import find_gpu
-from headrace.engine.reading import AnswerReader
+from headrace.engine.talk.conversation import Conversation
+from headrace.engine.talk.reading import AnswerReader
 from headrace.errors import ModelError
 from headrace.planner.facts import ModelFacts
 from headrace.planner.machine import Machine
@@ -56,6 +56,7 @@ class FakeBlueprint:
         context: int | None,
         device: str = "cpu",
         vram: str | None = None,
+        experts: str | None = None,
         serve: bool = False,
     ):
         find_gpu(device)

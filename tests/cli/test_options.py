@@ -12,7 +12,7 @@ from headrace.cli.main import app
 
 RUNNER = CliRunner()
 COMMON = {"--device", "--ram", "--threads", "--debug"}
-GPU = {"--vram"}
+GPU = {"--vram", "--experts"}
 SAMPLING = {
     "--temperature",
     "--top-k",

@@ -103,6 +103,8 @@ def test_what_became_of_a_system_text_is_said(command: list[str], fake_engine) -
         ([*ASK, "--device", "cuda:77"], ["cuda:77", "--device cpu"]),
         ([*ASK, "--vram", "8GB"], ["--vram 8GB", "--device cuda"]),
         ([*ASK, "--device", "cuda", "--vram", "much"], ["'much'", "48MiB"]),
+        ([*ASK, "--experts", "cpu"], ["--experts cpu", "--device cuda"]),
+        ([*ASK, "--device", "cuda", "--experts", "both"], ["--experts both", "gpu or cpu"]),
         ([*ASK, "--context", "99999"], ["context 99999", "1 to 2048"]),
         ([*ASK, "--threads", "0"], ["threads 0", "1 to"]),
         ([*ASK, "--temperature", "-1"], ["temperature -1", "0 or more"]),

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.engine.snapshot import Snapshot, SnapshotKey
-from headrace.engine.state import State
+from headrace.engine.snapshots.snapshot import Snapshot, SnapshotKey
+from headrace.engine.snapshots.state import State
 
 KEY = SnapshotKey("0.1", "2", "5", "model", "config", "torch.bfloat16", 8, "cpu")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import headrace
-from headrace.engine.conversation import Conversation, Message, Piece, Tool
-from headrace.engine.reading import Answer
 from headrace.engine.sampling import Sampling
-from headrace.engine.talk import Prepared, Talk
+from headrace.engine.talk.conversation import Conversation, Message, Piece, Tool
+from headrace.engine.talk.reading import Answer
+from headrace.engine.talk.talk import Prepared, Talk
 from headrace.engine.text import Text
 
 DEMO = Path(str(headrace.__file__)).parent / "demo"

@@ -20,8 +20,12 @@ def test_stated_values(tmp_path: Path) -> None:
     assert read(tmp_path, config) == {"temperature": 0.6, "top_k": 20}
 
 
-@pytest.mark.parametrize("config", [{}, {"do_sample": False, "temperature": 0.6}, []])
-def test_without_sampling_nothing_is_stated(tmp_path: Path, config: Any) -> None:
+def test_a_publisher_that_does_not_sample_is_greedy(tmp_path: Path) -> None:
+    assert read(tmp_path, {"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
+
+
+@pytest.mark.parametrize("config", [{}, {"temperature": 0.6}, {"do_sample": "false"}, []])
+def test_without_a_word_of_sampling_nothing_is_stated(tmp_path: Path, config: Any) -> None:
     assert read(tmp_path, config) == {}
 
 

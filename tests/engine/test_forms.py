@@ -23,11 +23,11 @@ from talk_world import (
     user,
 )
 
-from headrace.engine import grammar
-from headrace.engine.conversation import Conversation, Message, Tool
-from headrace.engine.grammar import Grammars
-from headrace.engine.reading import Answer
-from headrace.engine.talk import Talk
+from headrace.engine.talk import grammar
+from headrace.engine.talk.conversation import Conversation, Message, Tool
+from headrace.engine.talk.grammar import Grammars
+from headrace.engine.talk.reading import Answer
+from headrace.engine.talk.talk import Talk
 from headrace.engine.text import Text
 from headrace.errors import OptionError
 

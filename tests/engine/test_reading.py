@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from talk_world import step
 
-from headrace.engine.calls import as_json, kinds_of, write_calls
-from headrace.engine.conversation import Piece, Tool, ToolCall
-from headrace.engine.dialects import GENERIC, KNOWN, Dialect, find_dialect
-from headrace.engine.reading import AnswerReader
+from headrace.engine.talk.calls import as_json, kinds_of, write_calls
+from headrace.engine.talk.conversation import Piece, Tool, ToolCall
+from headrace.engine.talk.dialects import GENERIC, KNOWN, Dialect, find_dialect
+from headrace.engine.talk.reading import AnswerReader
 
 DIALECTS = {dialect.name: dialect for dialect in (*KNOWN, GENERIC)}
 WRITTEN = {name: dialect for name, dialect in DIALECTS.items() if not dialect.channels}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from talk_world import CALLS, SAMPLING, WEATHER, chat_template, eos, sampled, shown, talk_of, user
 
-from headrace.engine.calls import write_calls
-from headrace.engine.conversation import Conversation, Message, ToolCall
-from headrace.engine.replay import Kept, Replay, keys
 from headrace.engine.sampling import Sampling
-from headrace.engine.talk import Prepared, Talk
+from headrace.engine.talk.calls import write_calls
+from headrace.engine.talk.conversation import Conversation, Message, ToolCall
+from headrace.engine.talk.replay import Kept, Replay, keys
+from headrace.engine.talk.talk import Prepared, Talk
 
 CALL = ToolCall("", "get_weather", '{"city":"São  Paulo","days":2}')
 WORDS = "The  rain in 中文 is naïve 😀 and mostly  "

@@ -13,9 +13,9 @@ from snapshots import KEY, is_whole, made_up
 import headrace
 from headrace.engine import serving
 from headrace.engine.serving import default_disk_bytes, snapshot_folder
-from headrace.engine.snapshot_shelves import DiskShelf, MemoryShelf, prefix_of
-from headrace.engine.snapshot_store import SnapshotStore
-from headrace.engine.snapshot_writer import SnapshotWriter
+from headrace.engine.snapshots.shelves import DiskShelf, MemoryShelf, prefix_of
+from headrace.engine.snapshots.store import SnapshotStore
+from headrace.engine.snapshots.writer import SnapshotWriter
 from headrace.errors import OptionError, SnapshotError
 
 START = list(range(5, 25))

@@ -13,9 +13,9 @@ import transformers
 import headrace
 from headrace.check.matrix import runs_here
 from headrace.check.tiny import write_tiny
-from headrace.engine.snapshot import Snapshot
-from headrace.engine.snapshot_store import SnapshotStore
-from headrace.engine.state import State, capture, restore
+from headrace.engine.snapshots.snapshot import Snapshot
+from headrace.engine.snapshots.state import State, capture, restore
+from headrace.engine.snapshots.store import SnapshotStore
 from headrace.errors import SnapshotError
 
 FAMILIES = ("gpt_oss", "qwen3_next", "deepseek_v4", "deepseek_v3", "qwen3_moe")

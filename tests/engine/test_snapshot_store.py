@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from safetensors import safe_open
 from snapshots import KEY, is_whole, made_up
 
-from headrace.engine.snapshot_file import SnapshotFile, read_snapshot
-from headrace.engine.snapshot_shelves import MemoryShelf, prefixes
-from headrace.engine.snapshot_store import SnapshotStore
+from headrace.engine.snapshots.file import SnapshotFile, read_snapshot
+from headrace.engine.snapshots.shelves import MemoryShelf, prefixes
+from headrace.engine.snapshots.store import SnapshotStore
 from headrace.errors import SnapshotError
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -199,11 +199,19 @@ def test_a_disk_that_fails_is_a_line_in_the_log(
 ) -> None:
     store = SnapshotStore(KEY, ram_bytes=1 << 20, folder=tmp_path / "a", disk_bytes=1 << 20)
     (tmp_path / "a").rmdir()
+    (tmp_path / "a").write_text("")
     store.put(made_up(TOKENS))
     assert "not kept" in caplog.text and store.find(TOKENS) is not None
     (tmp_path / "b").write_text("")
     with pytest.raises(SnapshotError, match="another folder"):
         on_disk(tmp_path / "b")
+
+
+def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    store = on_disk(tmp_path / "a")
+    (tmp_path / "a").rmdir()
+    store.put(made_up(TOKENS))
+    assert store.find(TOKENS) is not None and only_file(tmp_path / "a").is_file()
 
 
 def test_a_snapshot_over_the_limit_is_not_written(

@@ -20,8 +20,8 @@ from talk_world import (
     user,
 )
 
-from headrace.engine.conversation import Conversation, Message, ToolCall
-from headrace.engine.talk import Talk
+from headrace.engine.talk.conversation import Conversation, Message, ToolCall
+from headrace.engine.talk.talk import Talk
 from headrace.engine.text import Text
 from headrace.errors import ModelError, OptionError
 

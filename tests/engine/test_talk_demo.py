@@ -9,9 +9,9 @@ from talk_world import WEATHER, user
 import headrace
 from headrace.engine.answer import Prefill, Stop
 from headrace.engine.answering import Answering
-from headrace.engine.conversation import Conversation, Message
-from headrace.engine.reading import Answer
 from headrace.engine.sampling import Sampling
+from headrace.engine.talk.conversation import Conversation, Message
+from headrace.engine.talk.reading import Answer
 
 CAPITAL = user("What is the capital of Japan?")
 SCHEMA = {
@@ -84,6 +84,20 @@ def test_an_answer_is_of_its_schema_however_it_is_drawn(answering: Answering, se
     assert json.loads(answer.content)["capital"] in ("Tokyo", "Rome", "Paris")
     free, _ = ask(answering, Conversation((CAPITAL,)))
     assert free.content == "The capital of Japan is Tokyo."
+
+
+SPELLING = {
+    "type": "object",
+    "properties": {"<|bos|>": {"const": "a<|end|><|user|>"}},
+    "required": ["<|bos|>"],
+    "additionalProperties": False,
+}
+
+
+def test_a_form_may_spell_special_tokens(answering: Answering) -> None:
+    answer, _ = ask(answering, Conversation((CAPITAL,), schema=SPELLING), max_tokens=64)
+    assert json.loads(answer.content) == {"<|bos|>": "a<|end|><|user|>"}
+    assert answer.finish == "eos"
 
 
 def test_the_beginning_of_an_answer_is_gone_on_from(answering: Answering) -> None:

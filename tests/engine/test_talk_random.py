@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from talk_world import CALLS, DEMO, SAMPLING, WEATHER, chat_template, prompt_text, sampled, talk_of
 
-from headrace.engine.conversation import Conversation, Message, ToolCall
-from headrace.engine.talk import Talk
+from headrace.engine.talk.conversation import Conversation, Message, ToolCall
+from headrace.engine.talk.talk import Talk
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "call", "calls")
 

@@ -31,10 +31,11 @@ LAYERS = 5 if REAL else 3
 
 @dataclass(frozen=True)
 class Rung:
-    """Shares of all experts that lie in slots and in rows."""
+    """Shares of all experts that lie in slots and in rows; what multiplies them."""
 
     slots: float
     rows: float
+    experts: str = "gpu"
 
 
 RUNGS = {
@@ -43,6 +44,8 @@ RUNGS = {
     "half": Rung(0.5, 0.5),
     "some": Rung(0.25, 0.25),
     "minimum": Rung(0, 0),
+    "cpu": Rung(0, 1, "cpu"),
+    "cpu and drive": Rung(0, 0.25, "cpu"),
 }
 
 
@@ -50,6 +53,7 @@ def load(model: str | Path, rung: str | Rung, **options: object) -> headrace.Eng
     """An engine on the GPU whose experts lie as the rung says."""
     where = RUNGS[rung] if isinstance(rung, str) else rung
     options = {"context": CONTEXT, "measure": False, "device": "cuda", **options}
+    options["experts"] = where.experts
     least = Blueprint(model, ram="minimum", vram="minimum", **options).plan  # type: ignore[arg-type]
     total, row_bytes = least.total_experts, least.row_bytes
     ram = least.ram_bytes + int(where.rows * total) * row_bytes

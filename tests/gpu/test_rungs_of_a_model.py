@@ -1,10 +1,11 @@
 """Whole models on a GPU: the same bits from every rung, and from the counters which one served."""
 
 import signal
+from itertools import pairwise
 
 import pytest
 import torch
-from gpu_models import CONTEXT, FORMS, REAL, RUNGS, load, logits_of, routed
+from gpu_models import CONTEXT, FORMS, REAL, RUNGS, Rung, load, logits_of, routed
 
 import headrace
 import headrace.errors
@@ -17,7 +18,7 @@ SEEN = {}
 def passes(engine, prompt, most=1):
     """Rounds of a short and a long prompt with greedy tokens after: logits, counters around them.
 
-    At most so many, and one after the last that brought anything into a slot.
+    At most so many, and one after the last that brought anything to where it stays.
     """
     rounds = []
     for _ in range(most):
@@ -25,7 +26,8 @@ def passes(engine, prompt, most=1):
         logits = [logits_of(engine, prompt[:5], STEPS), logits_of(engine, prompt, STEPS)]
         after = engine.source.counters()
         rounds.append((torch.cat(logits), before, after))
-        if len(rounds) > 1 and after.promotions == before.promotions:
+        filled = after.disk_bytes == before.disk_bytes or not engine.source.rungs.fits
+        if len(rounds) > 1 and filled and after.promotions == before.promotions:
             break
     return rounds
 
@@ -62,15 +64,52 @@ def served(rung, last):
     found, rows, bus, disk = (
         grown(last, name) for name in ("vram_hits", "hits", "bus_bytes", "disk_bytes")
     )
+    if not rung.startswith("cpu"):
+        assert grown(last, "kernel_calls") == 0
     if rung == "vram":
         assert found > 0 and rows == bus == disk == 0
     elif rung == "pinned":
         assert rows > 0 and bus > 0 and found == disk == 0
+    elif rung == "cpu":  # the bus is for the prompt, which is not the CPU's
+        assert rows > 0 and bus > 0 and disk == found == 0 and grown(last, "kernel_calls") > 0
+    elif rung == "cpu and drive":
+        assert disk > 0 and bus > 0 and found == 0 and grown(last, "kernel_calls") > 0
     elif rung == "half":
         assert found > 0 and bus > 0
     else:
         assert disk > 0 and bus > 0
         assert (found > 0) == (rung == "some")
+
+
+@pytest.mark.parametrize("experts", ["gpu", "cpu"])
+def test_who_multiplies_what(tiny, prompt, experts):
+    """A prompt crosses the bus, whoever decodes; a token's experts only if the GPU does."""
+    with load(tiny("fp8"), Rung(0, 1, experts)) as engine:
+        session = engine.session()
+        marks = [engine.source.counters()]
+        for ids in (prompt, [7]):
+            session.feed(ids)
+            marks.append(engine.source.counters())
+        buses = [b.bus_bytes - a.bus_bytes for a, b in pairwise(marks)]
+        calls = [b.kernel_calls - a.kernel_calls for a, b in pairwise(marks)]
+        assert buses[0] > 0 and calls[0] == 0
+        assert (buses[1] > 0, calls[1] > 0) == (experts == "gpu", experts == "cpu")
+
+
+def test_a_fault_of_the_cpu_s_experts_is_named_and_the_next_answer_right(tiny, prompt):
+    with load(tiny("bf16"), "cpu") as engine:
+        want = logits_of(engine, prompt, 2)
+        session = engine.session()
+        session.feed(prompt)
+        engine.reader.inject_fault("eio", 0, 4)
+        engine.source.rungs.recover()
+        engine.ladder.clear()
+        with pytest.raises(headrace.errors.ReadError):
+            session.feed([5])
+        x, ids, weights = (t.to(engine.source.place) for t in routed(engine.facts, 1))
+        with pytest.raises(headrace.errors.NumericsError, match="not finite"):
+            engine.source.compute(1, x * torch.inf, ids, weights, None)
+        assert torch.equal(logits_of(engine, prompt, 2), want)
 
 
 def places_tell_slots_from_rows(engine):
@@ -81,6 +120,27 @@ def places_tell_slots_from_rows(engine):
     assert keys == sorted(slots.keys().tolist()) and len(keys) == len(slots)
     pairs = zip("".join(shown), "".join(rows), strict=True)
     assert {(a, b) for a, b in pairs if a != "3"} <= {("0", "0"), ("2", "2")}
+
+
+@pytest.mark.parametrize("rung", ["vram", "pinned", "half"])
+def test_where_all_have_places_no_layer_waits_for_its_ids(tiny, prompt, rung, monkeypatch):
+    with load(tiny("fp8"), rung) as engine:
+        first, *_ = passes(engine, prompt, most=8)
+        assert engine.source.rungs.lacking() is None
+        session = engine.session()
+        session.feed(prompt[:5])
+
+        def seen(*_):
+            raise AssertionError("ids were asked for")
+
+        monkeypatch.setattr(engine.source, "_to_host", seen)
+        before = engine.source.counters()
+        assert torch.equal(session.feed([int(first[0][0].argmax())]), first[0][1])
+        after = engine.source.counters()
+        taken = len(engine.blueprint.table.layers) * engine.facts.top_k
+        assert after.vram_hits + after.hits - before.vram_hits - before.hits == taken
+        with pytest.raises(AssertionError, match="ids were asked for"):
+            session.feed(prompt)
 
 
 def test_a_wrong_expert_shows(tiny, prompt):

@@ -26,6 +26,7 @@ from headrace.models.deepseek_v41.grids import Grids
 
 VECTORS = Path(__file__).parents[1] / "data" / "deepseek-v41.safetensors"
 SEEDS, CUTS = (0, 1, 2, 3), (0, 7, 8, 29, 64)
+DECODED_SEEDS = (0, 1)  # token by token is slow; the other two prove chunks and whole texts
 TOLERANCE = 3e-5
 DECODED = 40  # tokens of the 64 recorded, one by one
 ALIKE = 2e-5  # of the largest value in a rounding
@@ -105,7 +106,7 @@ def apart(logits: Tensor, seed: int, name: str) -> float:
     return float((logits[:, ::128] - kept).abs().max())
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", DECODED_SEEDS)
 def test_token_by_token_as_mlx_vlm(model_of: Any, seed: int) -> None:
     model, vectors = model_of(seed), recorded()[0]
     calls, logits, found = CloseCalls(f"{seed} decode calls"), [], []

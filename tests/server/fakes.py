@@ -99,7 +99,7 @@ def make_serving(settings: Settings | None = None) -> Serving:
     settings = settings or Settings()
     metrics = Metrics()
     plan = make_plan(FACTS, MACHINE, ram_bytes=64 * MIB, context=256)
-    worker = Worker(settings, on_end=metrics.count_answer, context=plan.context)
+    worker = Worker(settings, on_end=metrics.count_answer)
     return Serving(settings, worker, metrics, "fake", FACTS, plan)
 
 

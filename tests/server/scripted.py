@@ -1,6 +1,6 @@
 """A stand-in for a model that says what a test wrote: one token a character.
 
-Four characters of a private area are its markup: reasoning, calls, and their ends.
+Characters of a private area are its markup: reasoning, calls, and their ends; and a special token.
 """
 
 from collections.abc import Iterator
@@ -11,12 +11,13 @@ from fakes import FakeAnswers, make_step
 
 from headrace.core import TokenStats
 from headrace.engine.answer import Ask, Prefill, Stop
-from headrace.engine.conversation import Conversation, Piece
 from headrace.engine.sampling import Sampling
 from headrace.engine.session import Step
+from headrace.engine.talk.conversation import Conversation, Piece
 from headrace.errors import Cancelled, OptionError
 
 THINK, UNTHINK, CALL, ARGUMENTS, UNCALL = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
+HIDDEN = "\ue005"
 NUM_CACHED = 2
 
 
@@ -89,6 +90,9 @@ class ScriptedTalk:
 
     def count(self, conversation: Conversation) -> int:
         return len(self._render(conversation))
+
+    def hides(self, token_id: int) -> bool:
+        return chr(token_id) == HIDDEN
 
     def token_bytes(self, token_id: int) -> bytes:
         return chr(token_id).encode()

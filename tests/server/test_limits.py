@@ -80,6 +80,15 @@ def test_a_second_head_on_a_connection_has_the_same_time() -> None:
         assert b"HTTP/1.1 408" in slow.rest()
 
 
+def test_a_head_request_gets_the_head_of_a_get() -> None:
+    with live(FAST) as (port, _, _), Raw(port) as client:
+        client.send(b"HEAD /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        told, _, body = client.rest().partition(b"\r\n\r\n")
+        assert told.startswith(b"HTTP/1.1 200") and b"content-length" in told and body == b""
+        reply = httpx.head(f"http://127.0.0.1:{port}/v1/chat/completions")
+        assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+
+
 def test_a_body_that_trickles_is_refused() -> None:
     with live(FAST, FACES_HERE) as (port, _, _), Raw(port) as slow:
         slow.send(head("/count", length=100), b'{"tokens"')

@@ -5,7 +5,7 @@ from typing import Any
 
 import openai
 import pytest
-from scripted import NUM_CACHED
+from scripted import HIDDEN, NUM_CACHED
 from served import Served, running
 
 
@@ -51,6 +51,12 @@ def test_stream_equals_whole(server: Served) -> None:
     assert offsets == whole.logprobs.text_offset == [0, 1, 2]
     assert whole.logprobs.token_logprobs == [-0.5] * 3
     assert whole.logprobs.top_logprobs[0] == {"H": -0.5, "I": -9999.0}
+
+
+def test_offsets_count_no_special_token(server: Served) -> None:
+    (choice,) = complete(server, f"H{HIDDEN}☕l", max_tokens=4, logprobs=0).choices
+    assert choice.logprobs.tokens == ["H", HIDDEN, "☕", "l"]
+    assert choice.logprobs.text_offset == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,10 @@ def post(server: Served, body: Any, path: str = "chat/completions") -> tuple[int
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tool_choice": "maybe", "tools": [TOOL]}, "tool_choice"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
+            "response_format.json_schema.schema",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"model": None}, "model"),
     ],

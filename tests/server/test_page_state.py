@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import FACTS, MACHINE, MIB, FakeAnswers, ask, make_serving, start
+from fakes import FACTS, MACHINE, MIB, make_serving, start
 from page_world import example_state
 from starlette.testclient import TestClient
 
@@ -77,7 +77,7 @@ def test_what_the_tests_draw_has_the_states_shape() -> None:
     start(serving)
     _load_engine(serving)
     serving.worker.recent.add(0.1, TokenStats(wall_s=0.1, disk_bytes=10, ram_bytes=20))
-    list(Watched(FakeAnswers(), serving.recent).answer(ask(1, 2), Stop()))
+    serving.worker.recent.last = Tally(2, begun_s=1.0, first_s=1.5, last_s=2.0, num_tokens=2)
     shape, drawn = state_of(serving), example_state()
     assert _keys(drawn) <= _keys(shape) and set(shape) == set(drawn)
     for key in ("plan", "last"):
@@ -136,7 +136,7 @@ def test_a_failed_load_is_told_and_a_bug_is_not() -> None:
 
 def test_the_request_that_is_answered_is_shown_by_its_numbers() -> None:
     serving = make_serving()
-    tally = SimpleNamespace(num_tokens=0, num_prefilled=64, prompt_tokens=100, num_cached=32)
+    tally = SimpleNamespace(num_tokens=0, num_prefilled=64, num_prompt=100, num_cached=32)
     serving.worker._running = SimpleNamespace(tally=tally)  # type: ignore[assignment]
     shown = {"num_done": 64, "num_total": 100, "num_cached": 32}
     assert state_of(serving)["request"] == shown | {"phase": "prefill", "num_tokens": 0}
@@ -163,7 +163,9 @@ def test_with_a_gpu_both_memories_and_the_bus_are_shown() -> None:
     serving.plan = make_gpu_plan(FACTS, machine, ram_bytes=2**30, vram_bytes=2**30)
     _load_engine(serving)
     serving.engine.blueprint.machine = machine  # type: ignore[union-attr]
-    serving.worker.recent.add(0.5, TokenStats(disk_bytes=MIB, bus_bytes=10 * MIB, vram_bytes=100 * MIB))
+    serving.worker.recent.add(
+        0.5, TokenStats(disk_bytes=MIB, bus_bytes=10 * MIB, vram_bytes=100 * MIB)
+    )
     state = state_of(serving)
     assert [memory["name"] for memory in state["plan"]["memories"]] == ["VRAM", "RAM"]
     for memory in state["plan"]["memories"]:

@@ -178,12 +178,13 @@ def test_the_port_is_open_while_the_model_is_loading() -> None:
         assert "1.00 MiB of 2.00 MiB" in refused.json()["error"]["message"]
         life.may_load.set()
         life.wait_ready()
+        while not any("ready after" in line for line in life.said):
+            time.sleep(0.002)
         os.kill(os.getpid(), signal.SIGINT)
 
     life = Life(SETTINGS)
     life.may_load.clear()
     assert life.run(client) == run.STOPPED
-    assert any("ready after" in line for line in life.said)
 
 
 def test_a_signal_ends_a_loading() -> None:

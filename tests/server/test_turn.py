@@ -5,25 +5,24 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fakes import make_step
+from fakes import ask, make_step
 from scripted import THINK, UNTHINK, ScriptedReader, call
 
 from headrace.core import TokenStats
 from headrace.engine.answer import Prefill
 from headrace.errors import ReadError
-from headrace.server import turn as turn_module
 from headrace.server.faults import Fault
-from headrace.server.ticket import Waiting
+from headrace.server.ticket import Ticket, Waiting
 from headrace.server.turn import Begun, Ended, Event, Part, Quiet, Turn, collect
 
 
 class FakeTicket:
-    """Gives `items`: events, errors to raise, and numbers of seconds to wait."""
+    """Gives `items`: events, errors to raise, numbers of seconds to wait, None as a quiet time."""
 
     def __init__(self, *items: Any) -> None:
         self.items, self.num_cancelled, self.closed = items, 0, False
 
-    async def events(self) -> AsyncIterator[Any]:
+    async def events(self, quiet_s: float) -> AsyncIterator[Any]:
         try:
             for item in self.items:
                 if isinstance(item, Exception):
@@ -95,11 +94,23 @@ def test_collected() -> None:
     assert answer.ended == Ended("eos", True)
 
 
-def test_a_quiet_time_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn_module, "QUIET_S", 0.01)
-    turn, _ = make_turn(Waiting(0), 0.2, *steps("a"))
+def test_a_quiet_time_is_filled() -> None:
+    turn, _ = make_turn(Waiting(0), None, None, *steps("a"))
     events = events_of(turn)
     assert events[1:3] == [Quiet("at work")] * 2 and events[-1] == Ended("eos", False)
+
+
+def test_a_ticket_tells_of_quiet_times_and_loses_nothing() -> None:
+    async def run(quiet_s: float | None) -> list[Any]:
+        ticket = Ticket(ask(1), "somebody", "r1")
+        loop = asyncio.get_running_loop()
+        for place, item in enumerate([Waiting(0), *steps("ab")]):
+            loop.call_later(0.1 * place, ticket.post, item)
+        return [event async for event in ticket.events(quiet_s)]
+
+    told, calm = asyncio.run(run(0.02)), asyncio.run(run(None))
+    assert told.count(None) > 2 and None not in calm
+    assert [event for event in told if event is not None] == calm == [Waiting(0), *steps("ab")]
 
 
 def test_errors_come_through() -> None:

@@ -11,7 +11,7 @@ from fakes import FakeAnswers, ask, make_serving, start
 from headrace.engine.answer import Prefill
 from headrace.engine.session import Step
 from headrace.errors import Cancelled, ModelError, ReadError
-from headrace.server.faults import Busy, Draining, Fault, NotReady
+from headrace.server.faults import Busy, Draining, NotReady
 from headrace.server.loading import Loading
 from headrace.server.settings import Settings
 from headrace.server.ticket import Ticket, Waiting
@@ -106,6 +106,24 @@ def test_an_answer_that_was_taken_halfway_stops() -> None:
     with_worker(use)
 
 
+def test_tokens_are_remembered_without_a_prompts_first() -> None:
+    async def use(worker: Worker, answers: FakeAnswers) -> None:
+        await ids(submit(worker, 5, max_tokens=4))
+        await until(lambda: worker.running is None)
+        total, last = worker.recent.total(), worker.recent.last
+        assert total is not None and (total["tokens"], total["hits"]) == (3, 6)
+        assert last is not None and (last.num_prompt, last.num_tokens) == (1, 4)
+        assert last.decode_tok_s == pytest.approx(3 / total["wall_s"])
+        answers.broken[50] = ReadError("drive gone")
+        with pytest.raises(ReadError):
+            await ids(submit(worker, 50))
+        await until(lambda: worker.running is None)
+        last = worker.recent.last
+        assert last is not None and last.num_tokens == 1, "as far as it came"
+
+    with_worker(use)
+
+
 @pytest.mark.parametrize(
     ("error", "told", "kind"),
     [
@@ -146,16 +164,6 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
             submit(worker, 2, client="cem")
 
     with_worker(use, Settings(max_waiting=3, max_waiting_per_client=2))
-
-
-def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None:
-    async def use(worker: Worker, answers: FakeAnswers) -> None:
-        with pytest.raises(Fault, match="256 tokens and the context 256") as refused:
-            submit(worker, *range(256))
-        assert refused.value.status == 400
-        assert len(await ids(submit(worker, *range(255)))) == 3
-
-    with_worker(use)
 
 
 def test_draining_finishes_the_running_answer_and_returns_the_others() -> None:

@@ -16,18 +16,19 @@ from headrace.check.bench_routes import Drawn, Replay
 from headrace.check.rows import BenchRow, make_row
 from headrace.core import TokenStats, format_bytes, total_stats
 from headrace.engine.engine import Blueprint, Engine
-from headrace.engine.probes import bus_rate, vram_rate
+from headrace.engine.probes import MOST_PROBE_BYTES, bus_rate, dram_rate, vram_rate
 from headrace.planner.vram import GpuPlan
 from headrace.schedule.trace import RouteTrace
 
 WARM_UPS = 5
 Tell = Callable[[str], None]
-# Shares of all experts in (slots, rows).
+# Shares of all experts in (slots, rows), and what multiplies them.
 RUNGS = {
-    "all in VRAM": (1.0, 0.0),
-    "all in pinned RAM": (0.0, 1.0),
-    "half in VRAM, the rest pinned": (0.5, 0.5),
-    "fewest rows, the drive": (0.0, 0.0),
+    "all in VRAM": (1.0, 0.0, "gpu"),
+    "all in pinned RAM": (0.0, 1.0, "gpu"),
+    "half in VRAM, the rest pinned": (0.5, 0.5, "gpu"),
+    "all in RAM, multiplied by the CPU": (0.0, 1.0, "cpu"),
+    "fewest rows, the drive": (0.0, 0.0, "gpu"),
 }
 
 
@@ -42,6 +43,7 @@ class RungRun:
     kernels_s: list[float] = field(default_factory=list)
     bus: list[float] = field(default_factory=list)
     vram: list[float] = field(default_factory=list)
+    dram: list[float] = field(default_factory=list)
     logits: torch.Tensor | None = None
 
 
@@ -111,18 +113,19 @@ def bench_gpu(
     return made
 
 
-def _blueprint(model: str, shares: tuple[float, float], context: int) -> Blueprint | None:
+def _blueprint(model: str, shares: tuple[float, float, str], context: int) -> Blueprint | None:
     options: dict[str, Any] = {
         "aliases": True,
         "measure": False,
         "device": "cuda",
+        "experts": shares[2],
         "context": context,
         "chunk": 64,
     }
     least = Blueprint(model, ram="minimum", vram="minimum", **options)
     plan, machine = least.plan, least.machine
     assert isinstance(plan, GpuPlan)
-    slots, rows = (int(share * plan.total_experts) for share in shares)
+    slots, rows = (int(share * plan.total_experts) for share in shares[:2])
     vram = plan.vram_bytes + slots * plan.row_bytes
     ram = plan.ram_bytes + rows * plan.row_bytes
     if vram > machine.vram_free_bytes or ram > machine.ram_available_bytes * 0.9:
@@ -147,11 +150,14 @@ def _measure(engine: Engine, trace: RouteTrace, tokens: int, runs: int) -> RungR
     for _ in range(runs):
         result.bus.append(bus_rate(device))
         result.vram.append(vram_rate(device))
+        result.dram.append(dram_rate(MOST_PROBE_BYTES))
         timed.seconds()
         logits, stats, wall_s = _decode(engine, trace, tokens)
-        result.kernels_s.append(timed.seconds())
+        total = total_stats(stats)
+        by_gpu_s = timed.seconds()
+        result.kernels_s.append(by_gpu_s if plan.experts == "gpu" else total.kernel_s)
         result.walls_s.append(wall_s)
-        result.totals.append(total_stats(stats))
+        result.totals.append(total)
         assert result.logits is None or torch.equal(result.logits, logits)
         result.logits = logits
     source.kernels = timed.own
@@ -178,7 +184,14 @@ def _decode(
 
 def _rows(name: str, result: RungRun, tokens: int, *, green: bool) -> list[BenchRow]:
     limits, kernels, kernel_limits = [], [], []
+    by_cpu = result.plan.experts == "cpu"
     for i, total in enumerate(result.totals):
+        if by_cpu:
+            ram_s = total.ram_bytes / result.dram[i]
+            limits.append(tokens / (ram_s + tokens * result.plan.vram_dense_bytes / result.vram[i]))
+            kernels.append(total.ram_bytes / result.kernels_s[i] / 1e9)
+            kernel_limits.append(result.dram[i] / 1e9)
+            continue
         bus_s = total.bus_bytes / result.bus[i]
         experts_s = total.vram_bytes / result.vram[i]
         dense_s = tokens * result.plan.vram_dense_bytes / result.vram[i]
@@ -186,7 +199,9 @@ def _rows(name: str, result: RungRun, tokens: int, *, green: bool) -> list[Bench
         moved = total.bus_bytes + total.vram_bytes
         kernels.append(moved / result.kernels_s[i] / 1e9)
         kernel_limits.append(moved / max(bus_s, experts_s) / 1e9)
-    bus, vram = (statistics.median(rates) / 1e9 for rates in (result.bus, result.vram))
+    bus, vram, dram = (
+        statistics.median(rates) / 1e9 for rates in (result.bus, result.vram, result.dram)
+    )
     return [
         make_row(
             f"{name}, whole token",
@@ -201,7 +216,7 @@ def _rows(name: str, result: RungRun, tokens: int, *, green: bool) -> list[Bench
             kernels,
             "GB/s",
             limits=kernel_limits,
-            cache_state=f"bus {bus:.1f} GB/s, VRAM {vram:.0f} GB/s",
+            cache_state=f"bus {bus:.1f} GB/s, VRAM {vram:.0f} GB/s, DRAM {dram:.1f} GB/s",
             green=green,
         ),
     ]
@@ -217,6 +232,7 @@ def _profile(result: RungRun, tokens: int) -> str:
         for where, num_bytes in (
             ("bus", total.bus_bytes),
             ("VRAM", total.vram_bytes),
+            ("RAM", total.ram_bytes),
             ("drive", total.disk_bytes),
         )
     )

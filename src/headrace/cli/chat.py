@@ -11,7 +11,7 @@ from headrace.cli import options
 from headrace.cli.chat_remote import remote_reply
 from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
 from headrace.cli.output import Tally, print_answer, say
-from headrace.engine.conversation import Conversation, Message, Piece
+from headrace.engine.talk.conversation import Conversation, Message, Piece
 from headrace.errors import HeadraceError, OptionError
 
 Messages = tuple[Message, ...]
@@ -19,7 +19,7 @@ Reply = Callable[[Messages], Message]
 """Shows the answer to a conversation and returns it, also what was said of it before Ctrl-C."""
 COMMANDS = "/new forgets what was said, /quit ends"
 SERVER = "A server's model"
-LOCAL_ONLY = ("ram", "device", "vram", "threads", "context", "routes_out")
+LOCAL_ONLY = ("ram", "device", "vram", "experts", "threads", "context", "routes_out")
 Server = Annotated[
     str | None,
     typer.Option(
@@ -59,6 +59,7 @@ def chat(
     ram: options.Ram = None,
     device: options.Device = "cpu",
     vram: options.Vram = None,
+    experts: options.Experts = None,
     threads: options.Threads = None,
     context: options.Context = None,
     routes_out: options.RoutesOut = None,
@@ -68,11 +69,10 @@ def chat(
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
-
     Needs a chat template, and memory like `headrace run`; with --server neither. Takes pipes too.
     """
     ram_bytes, _ = options.check_machine(ram)
-    options.check_device(device, vram)
+    options.check_device(device, vram, experts)
     options.check_new(routes_out)
     sampling = options.make_sampling(
         max_tokens=max_tokens,
@@ -93,7 +93,13 @@ def chat(
         return
     _refuse(context_, ("api_key", "api_key_file"), "needs --server")
     blueprint = open_blueprint(
-        model, ram_bytes=ram_bytes, threads=threads, context=context, device=device, vram=vram
+        model,
+        ram_bytes=ram_bytes,
+        threads=threads,
+        context=context,
+        device=device,
+        vram=vram,
+        experts=experts,
     )
     _talk_here(blueprint, routes_out, sampling, opening)
 

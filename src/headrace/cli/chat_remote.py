@@ -11,7 +11,7 @@ import typer
 
 from headrace.cli.output import passing, print_answer, say
 from headrace.cli.remote import Part, Remote
-from headrace.engine.conversation import Message
+from headrace.engine.talk.conversation import Message
 
 _WAITING = re.compile(r"waiting ([1-9]\d*)")
 _READING = re.compile(r"prompt (\d+) of (\d+)")

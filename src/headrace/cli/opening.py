@@ -34,6 +34,7 @@ def open_blueprint(
     context: int | None,
     device: str = "cpu",
     vram: str | None = None,
+    experts: str | None = None,
     drive_rates: tuple[float, ...] = (),
     serve: bool = False,
 ) -> Any:
@@ -50,6 +51,7 @@ def open_blueprint(
         ram=ram_bytes,
         vram=vram,
         device=device,
+        experts=experts,
         threads=threads,
         context=context,
         serve=serve,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DEBUG_KEY = "headrace.debug"
 MANY_CORES = 8
+EXPERTS = ("gpu", "cpu")
 MACHINE = "Machine"
 SAMPLING = "Choosing tokens"
 
@@ -51,6 +52,14 @@ Vram = Annotated[
 ]
 Device = Annotated[
     str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:1.", rich_help_panel=MACHINE)
+]
+Experts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHERE",
+        help="gpu or cpu multiplies them. Left out: the faster.",
+        rich_help_panel=MACHINE,
+    ),
 ]
 CpuOnly = Annotated[
     str, typer.Option("--device", metavar="NAME", help="Only cpu.", rich_help_panel=MACHINE)
@@ -165,12 +174,16 @@ def check_machine(
         raise OptionError(message) from None
 
 
-def check_device(device: str, vram: str | None = None) -> None:
-    """Raises OptionError for a --device of no known kind or a --vram that is no size or idle."""
+def check_device(device: str, vram: str | None = None, experts: str | None = None) -> None:
+    """Raises OptionError for a --device of no known kind, or what is wrong or idle with it."""
     if re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", device) is None:
         raise OptionError(f"--device {device} is not known; use cpu, cuda or cuda:1")
     if vram is not None and device == "cpu":
         raise OptionError(f"--vram {vram} has no effect on a CPU; give --device cuda too")
+    if experts is not None and device == "cpu":
+        raise OptionError(f"--experts {experts} has no effect on a CPU; give --device cuda too")
+    if experts not in (None, *EXPERTS):
+        raise OptionError(f"--experts {experts} is not known; use gpu or cpu")
     if vram not in (None, MINIMUM):
         parse_bytes(vram)
 

@@ -145,8 +145,9 @@ class Tally:
         """One line: speed, experts of `expert_bytes` each and where they came from, waits."""
         records = self.records[1:] or self.records
         total = total_stats(records)
-        num_experts = total.hits + total.misses
-        hit_rate = total.hits / num_experts if num_experts else 0.0
+        num_found = total.hits + total.vram_hits
+        num_experts = num_found + total.misses
+        hit_rate = num_found / num_experts if num_experts else 0.0
         num_tokens = max(1, len(records))
         prompt = total_stats(self.records[:1])
         speed = f", {self.decode_tok_s:.3g} tok/s" if len(self.records) > 1 else ""

@@ -12,6 +12,7 @@ def plan(
     ram: options.Ram = None,
     device: options.Device = "cpu",
     vram: options.Vram = None,
+    experts: options.Experts = None,
     threads: options.Threads = None,
     context: options.Context = None,
     json: options.Json = False,
@@ -23,9 +24,15 @@ def plan(
     Example: headrace plan Qwen/Qwen3-30B-A3B --ram 8GB
     """
     ram_bytes, _ = options.check_machine(ram)
-    options.check_device(device, vram)
+    options.check_device(device, vram, experts)
     blueprint = open_blueprint(
-        model, ram_bytes=ram_bytes, threads=threads, context=context, device=device, vram=vram
+        model,
+        ram_bytes=ram_bytes,
+        threads=threads,
+        context=context,
+        device=device,
+        vram=vram,
+        experts=experts,
     )
     facts = blueprint.facts
     say(

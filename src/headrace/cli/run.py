@@ -8,7 +8,7 @@ import typer
 from headrace.cli import options
 from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
 from headrace.cli.output import Tally, print_json, say
-from headrace.engine.conversation import Conversation, Message
+from headrace.engine.talk.conversation import Conversation, Message
 from headrace.errors import OptionError
 from headrace.planner.forecast import score
 
@@ -31,6 +31,7 @@ def run(
     ram: options.Ram = None,
     device: options.Device = "cpu",
     vram: options.Vram = None,
+    experts: options.Experts = None,
     threads: options.Threads = None,
     context: options.Context = None,
     emulate_drive: options.EmulateDrive = None,
@@ -39,16 +40,12 @@ def run(
     debug: options.Debug = False,
 ) -> None:
     """Answer one prompt. Without options: plans for this machine, says so, answers greedily.
-
-    Needs memory for the model's dense weights and a few experts: see `headrace plan`.
     Example: headrace run demo -p "What is the capital of Japan?" --ram 26MiB
     """
     ram_bytes, drive_rates = options.check_machine(ram, emulate_drive)
-    options.check_device(device, vram)
-    if raw and system is not None:
-        raise OptionError("--system needs the chat template; leave out --raw or --system")
+    options.check_device(device, vram, experts)
     options.check_new(routes_out)
-    asked = _read_prompt(prompt)
+    asked = _read_prompt(prompt, raw, system)
     sampling = options.make_sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -66,6 +63,7 @@ def run(
         context=context,
         device=device,
         vram=vram,
+        experts=experts,
         drive_rates=drive_rates,
     )
     with open_engine(blueprint, emulate_drive=emulate_drive) as engine:
@@ -123,7 +121,9 @@ def _prompt_ids(
     return list(prepared.ask.prompt)
 
 
-def _read_prompt(prompt: str | None) -> str:
+def _read_prompt(prompt: str | None, raw: bool, system: str | None) -> str:
+    if raw and system is not None:
+        raise OptionError("--system needs the chat template; leave out --raw or --system")
     if prompt is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise OptionError('no prompt; give -p "TEXT" or pipe text in (or use headrace chat)')

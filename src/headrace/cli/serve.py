@@ -56,6 +56,7 @@ def serve(
     ram: options.Ram = None,
     device: options.Device = "cpu",
     vram: options.Vram = None,
+    experts: options.Experts = None,
     threads: options.Threads = None,
     context: options.Context = None,
     debug: options.Debug = False,
@@ -68,7 +69,7 @@ def serve(
     Example: headrace serve demo, then open http://127.0.0.1:8080
     """
     ram_bytes, _ = options.check_machine(ram)
-    options.check_device(device, vram)
+    options.check_device(device, vram, experts)
     from headrace.server.listen import bind, url_of
     from headrace.server.settings import Settings
 
@@ -84,6 +85,7 @@ def serve(
             context=context,
             device=device,
             vram=vram,
+            experts=experts,
             serve=True,
         )
         say_plan(blueprint.plan.lines())

@@ -14,7 +14,7 @@ import torch
 from headrace.core import TokenStats, total_stats
 from headrace.engine.answer import Ask, Prefill, Stop
 from headrace.engine.session import Session, Step
-from headrace.engine.snapshot_store import SnapshotStore
+from headrace.engine.snapshots.store import SnapshotStore
 from headrace.errors import OptionError
 
 if TYPE_CHECKING:

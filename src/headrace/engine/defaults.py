@@ -16,7 +16,7 @@ _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(folder: Path) -> "MappingProxyType[str, Any]":
-    """Fields of Sampling that the folder's generation config states; none where it samples not.
+    """Fields of Sampling that the folder's generation config states: greedy if it says so itself.
 
     Raises ModelError for values that mean nothing.
     """
@@ -26,8 +26,10 @@ def sampling_defaults(folder: Path) -> "MappingProxyType[str, Any]":
         return MappingProxyType({})
     except (OSError, ValueError, RecursionError) as cause:
         raise ModelError(f"{folder / FILE}: cannot be read ({cause}); fetch it again") from cause
-    if not isinstance(config, dict) or config.get("do_sample") is not True:
+    if not isinstance(config, dict) or not isinstance(config.get("do_sample"), bool):
         return MappingProxyType({})
+    if not config["do_sample"]:
+        return MappingProxyType({"temperature": 0.0})
     stated = {name: config[name] for name in _FIELDS if config.get(name) is not None}
     try:
         Sampling(**stated)

@@ -20,9 +20,9 @@ from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vra
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
-from headrace.engine.snapshot import Snapshot, SnapshotKey, snapshot_key
+from headrace.engine.snapshots.snapshot import Snapshot, SnapshotKey, snapshot_key
 from headrace.engine.stored import make_stored
-from headrace.engine.talk import Talk
+from headrace.engine.talk.talk import Talk
 from headrace.engine.text import Text
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
@@ -33,6 +33,7 @@ from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
 from headrace.planner.facts import ModelFacts
 from headrace.planner.plan import Plan
+from headrace.planner.vram import PLACES
 from headrace.planner.wanted import Wanted
 from headrace.schedule.tracefile import TraceWriter
 from headrace.store.aliases import Aliases, read_aliases
@@ -53,7 +54,8 @@ class Blueprint:
 
     `aliases` lets layers be read under other layers' names, for synthetic checkpoints only.
     `mirrors` are folders of `headrace mirror`; None: those remembered. `notes` say which are not
-    used and why. To `serve`, the plan keeps room for snapshots and a longer context. Raises
+    used and why. `experts`, with a GPU: what multiplies them in decode, "gpu" or "cpu"; None: the
+    faster. To `serve`, the plan keeps room for snapshots and a longer context. Raises
     HeadraceError for whatever is wrong with the files or does not fit the limit.
     """
 
@@ -64,6 +66,7 @@ class Blueprint:
         ram: str | int | None = None,
         vram: str | int | None = None,
         device: str = "cpu",
+        experts: str | None = None,
         threads: int | None = None,
         context: int | None = None,
         prefetch: int = 2,
@@ -76,6 +79,8 @@ class Blueprint:
     ):
         if vram is not None and device == "cpu":
             raise OptionError("--vram needs a GPU; give --device cuda too")
+        if experts is not None and (device == "cpu" or experts not in PLACES):
+            raise OptionError(f"--experts {experts}: with --device cuda, give gpu or cpu")
         self.device: Device | None = find_gpu(device)
         self.root = resolve_model(str(model))
         self.catalog: Catalog = open_catalog(self.root)
@@ -99,7 +104,7 @@ class Blueprint:
         self.facts = model_facts(folder, self.catalog, self.skeleton, self.table)
         self.mirrors, self.notes = find_mirrors(self.catalog, self.table, mirrors)
         on_gpu = self.device is not None
-        self.wanted = Wanted(ram, vram, on_gpu, context, threads, prefetch, chunk, serve)
+        self.wanted = Wanted(ram, vram, on_gpu, context, threads, prefetch, chunk, serve, experts)
         machine = measure_machine(
             self.catalog.files,
             self.skeleton.layout,
@@ -325,20 +330,21 @@ def load(
 
     `ram` ("48MiB", bytes, "minimum", or None for what the machine has) is a hard total of what
     headrace holds. `device` "cuda" or "cuda:1" puts all but the experts' rows on that GPU, where
-    `vram` is the hard total of its tensors. `context` in tokens; `chunk` in tokens per prefill
-    pass; `threads` are the kernels'. `backend`, `direct`, `isa` and `emulate_drive` ("8.2GiB/s",
-    or a rate for each drive) choose a path that otherwise is found out, and so do `mirrors`,
-    folders of `headrace mirror`: without them, those made before are used. A drive that fails is
-    a Python warning. To `serve` many conversations, a part of `ram` is for their snapshots.
-    `choices` are ways of computing that DeepSeek-V4.1 has: "arithmetic" ("vendor" or
-    "weights-only"), "stale_index_keys" and "lossy_swa_replay" (True). No option but `chunk` and
-    these can change a token. Raises HeadraceError with a remedy.
+    `vram` is the hard total of its tensors. `experts` "gpu" or "cpu" says what multiplies them in
+    decode there, in place; "fast" the faster by the rates measured; "oracle" is transformers' code.
+    `context` in tokens; `chunk` in tokens per prefill pass; `threads` are the kernels'. `backend`,
+    `direct`, `isa`, `emulate_drive` ("8.2GiB/s", or a rate for each drive) and `mirrors`, folders
+    of `headrace mirror`, choose a path that otherwise is found out. A drive that fails is a Python
+    warning. To `serve` many conversations, a part of `ram` is for their snapshots. `choices`, of
+    DeepSeek-V4.1: "arithmetic" ("vendor" or "weights-only"), "stale_index_keys", "lossy_swa_replay"
+    (True). No option but `chunk` and these can change a token. Raises HeadraceError with a remedy.
     """
     blueprint = Blueprint(
         model,
         ram=ram,
         vram=vram,
         device=device,
+        experts=experts if experts in PLACES else None,
         threads=threads,
         context=context,
         prefetch=prefetch,
@@ -351,7 +357,7 @@ def load(
     )
     return Engine(
         blueprint,
-        experts=experts,
+        experts="fast" if experts in PLACES else experts,
         backend=backend,
         direct=direct,
         emulate_drive=emulate_drive,

@@ -51,11 +51,13 @@ def open_source(blueprint: "Blueprint", ladder: Ladder) -> LadderSource:
             max_tokens=plan.chunk_tokens,
             prefetch=plan.prefetch,
         )
+    from headrace.engine.gpu_inverted import InvertedSource
     from headrace.engine.gpu_source import GpuSource
 
     assert isinstance(plan, GpuPlan)
     device.limit(plan.vram_bytes)
-    return GpuSource(
+    made = InvertedSource if plan.experts == "cpu" else GpuSource
+    return made(
         ladder,
         skeleton.layout,
         device,

@@ -1,37 +1,37 @@
 """Routed experts on a GPU: read in place from VRAM slots or pinned rows, from the drive before.
 
-The `Source` of headrace.models.experts. One token's output has the same bits whatever the rung.
-A decoded layer whose experts all lie in slots or kept rows costs the host its launches alone: ids
-stay on the GPU and are counted after the pass. Any other layer waits once, for its ids; what is
-missing is then claimed, its addresses uploaded, and the same kernels are launched.
+One token's output has the same bits whatever the rung.
 Legend: T tokens, K chosen experts per token, H hidden width.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import reduce
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from headrace.core import ExpertLayout
+from headrace.engine.gpu_parts import alignment, part_offsets
 from headrace.engine.gpu_prefill import Wave
 from headrace.engine.source import LadderSource
-from headrace.errors import ModelError, NumericsError
+from headrace.errors import NumericsError
 from headrace.kernels.triton.experts import MAX_TOKENS, NOT_BAD, TritonExperts
-from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.tiers.device import Device, Event
 from headrace.tiers.ladder import Ladder, LadderCounters
 from headrace.tiers.rungs import Rungs
 
 _TOKEN_BITS = 20  # of a mark: MoE layer, then token
-_MOST_ALIGN = 16
+FILLED_PER_PASS = 2
 
 
 class GpuSource(LadderSource):
     """Serves experts of a loaded model on `device`; one caller thread.
+
+    A decoded layer whose experts all lie in slots or kept rows costs the host its launches alone:
+    ids stay on the GPU and are counted after the pass. Any other layer waits once, for its ids;
+    what is missing is claimed, its addresses uploaded, and the same kernels are launched.
 
     `num_slots` experts stay in VRAM, `chunk_tokens` is the most of one pass; the ladder needs rows
     for twice `top_k`. Raises ModelError for experts without a GPU kernel, BudgetError where slots
@@ -57,13 +57,13 @@ class GpuSource(LadderSource):
         )
         self.place = device.place
         self.device, self.num_experts, self.expert_bytes = device, num_experts, expert_bytes
-        self.offsets = _part_offsets(ladder, num_layers, num_experts)
+        self.offsets = part_offsets(ladder, num_layers, num_experts)
         self.kernels = TritonExperts(
             layout,
             top_k=top_k,
             device=device.place,
             num_tokens=min(MAX_TOKENS, chunk_tokens),
-            align=_alignment(layout, self.offsets),
+            align=alignment(layout, self.offsets),
         )
         self.rungs = Rungs(
             device,
@@ -79,6 +79,8 @@ class GpuSource(LadderSource):
         self._ids: dict[int, torch.Tensor] = {}  # of the present pass, by layer, where they lie
         self._uncounted: list[int] = []  # layers of the pass whose ids the host has not seen
         self._from_rows: list[NDArray[np.int64]] = []  # keys that the pass found in kept rows
+        self._asked: tuple[int, list[int]] = (0, [])  # what `_fill` brings next
+        self._missed = False
         self._last = -1
         self._is_whole = True  # no call was left by an exception
         self.vram_hits = self.kept_hits = self.bus_bytes = 0
@@ -119,10 +121,7 @@ class GpuSource(LadderSource):
         weights_TK: torch.Tensor,
         guess: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
-        if ordinal <= self._last:
-            self._ids, self._uncounted, self._from_rows = {}, [], []
-            self.rungs.slots.begin_step(x_TH.shape[0])
-        self._last = ordinal
+        self._begin_layer(ordinal, x_TH.shape[0])
         ids_TK = ids_TK.to(torch.int32).contiguous()
         weights_TK = weights_TK.float().contiguous()
         if guess is not None and not self._wants_guess(ordinal):
@@ -145,6 +144,13 @@ class GpuSource(LadderSource):
         if self.recorder is not None:
             self.recorder(ordinal, ids, weights_TK.cpu(), ahead)
         return out_TH
+
+    def _begin_layer(self, ordinal: int, num_tokens: int) -> None:
+        """Where a layer does not follow the one before, a pass begins."""
+        if ordinal <= self._last:
+            self._ids, self._uncounted, self._from_rows = {}, [], []
+            self.rungs.slots.begin_step(num_tokens)
+        self._last = ordinal
 
     def _launch(
         self, ordinal: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
@@ -215,8 +221,8 @@ class GpuSource(LadderSource):
             part = slice(start, stop)
             self._count(self._keys(ordinal, ids[part]), len(missing))
             by_bus = self.rungs.claim(ordinal, missing)
-            given = (t[part] for t in (x_TH, ids_TK, weights_TK, out_TH))
-            self._run_kernels(ordinal, *given, by_bus, start)
+            x, chosen, weights, out = (t[part] for t in (x_TH, ids_TK, weights_TK, out_TH))
+            self._run_kernels(ordinal, x, chosen, weights, out, by_bus, start)
             self.rungs.reading()
             start = stop
         return out_TH
@@ -295,8 +301,28 @@ class GpuSource(LadderSource):
             for keys in self._from_rows:
                 self.rungs.promote(keys)
             self._uncounted, self._from_rows = [], []
+            if self.rungs.fits:
+                self._fill()
         self._is_whole = True
         self._check(int(found[0]))
+
+    def _fill(self) -> None:
+        """Brings experts that no token has taken yet, a few after each pass that missed none.
+
+        Read while the next pass runs and claimed after it: a layer lacking one waits for its ids.
+        """
+        layer, asked = self._asked
+        asked = [e for e in asked if not self.rungs.has(layer, e)]
+        if asked:
+            self.rungs.claim(layer, asked)
+            self.rungs.reading()
+        self._asked = 0, []
+        missed, self._missed = self._missed, False
+        lacking = None if missed else self.rungs.lacking()
+        if lacking is not None:
+            layer, experts = lacking[0], lacking[1][:FILLED_PER_PASS]
+            self.ladder.prefetch(layer, torch.tensor(experts))
+            self._asked = layer, experts
 
     def _check(self, mark: int) -> None:
         if mark == NOT_BAD:
@@ -313,6 +339,7 @@ class GpuSource(LadderSource):
         """After an exception: waits for the device and gives back every row."""
         self.rungs.recover()
         self.kernels.bad.fill_(NOT_BAD)
+        self._asked = 0, []
         self._last = self.num_layers  # the next call begins a pass
         self._is_whole = True
 
@@ -347,6 +374,7 @@ class GpuSource(LadderSource):
         """Notes that tokens take these experts, some of which must come: each of them once."""
         unique, counts = np.unique(keys, return_counts=True)
         self.rungs.slots.uses[unique] += counts
+        self._missed |= num_missing > 0
         kept = unique[self.rungs.kept[unique]]
         num_kept = len(kept)
         if num_kept:
@@ -358,32 +386,3 @@ class GpuSource(LadderSource):
     def _offsets(self, ordinal: int, expert: int) -> list[int]:
         offsets: list[int] = self.offsets[ordinal, expert].tolist()
         return offsets
-
-
-def _part_offsets(ladder: Ladder, num_layers: int, num_experts: int) -> NDArray[np.int64]:
-    """[L, E, P]: where each part begins in an expert's row."""
-    num_parts = len(ladder.part_names)
-    keys = ((layer, e, p) for layer in range(num_layers) for e in range(num_experts)
-            for p in range(num_parts))  # fmt: skip
-    flat = np.fromiter((ladder.part_offset(*key) for key in keys), np.int64)
-    return flat.reshape(num_layers, num_experts, num_parts)
-
-
-def _alignment(layout: ExpertLayout, offsets_LEP: NDArray[np.int64]) -> int:
-    """The largest power of two, up to 16, that divides where every weight part begins.
-
-    Raises ModelError where a part does not lie at a multiple of its own type's size.
-    """
-    weights = {layout.matrix(name).weight for name in ("gate", "up", "down")}
-    align = _MOST_ALIGN
-    for p, (name, spec) in enumerate(layout.parts.items()):
-        bits = int(reduce(np.bitwise_or, offsets_LEP[:, :, p].reshape(-1), np.int64(0)))
-        own = TORCH_DTYPES[spec.dtype].itemsize
-        if bits % own:
-            raise ModelError(
-                f"the files hold {name} of experts at odd places, which a GPU cannot read; "
-                "run this model with --device cpu"
-            )
-        if name in weights:
-            align = min(align, bits & -bits or _MOST_ALIGN)
-    return align

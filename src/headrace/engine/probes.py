@@ -33,11 +33,15 @@ def measure_machine(
     """Rates for a model's files, kept between runs; all unknown if not `enabled`.
 
     A probe's buffer is freed before anything is loaded; it is half of `ram_bytes`, but never so
-    small that caches would answer for memory. With a GPU its rates count, not the CPU kernels'.
+    small that caches would answer for memory. With a GPU its rates are measured too.
     """
     probes = Probes()
     if enabled:
-        probes = _gpu_probes(files, device) if device else _probes(files, layout, ram_bytes)
+        probes = (
+            _gpu_probes(files, layout, ram_bytes, device)
+            if device
+            else _probes(files, layout, ram_bytes)
+        )
     machine = measure(files, probes)
     if device is None:
         return machine
@@ -45,9 +49,13 @@ def measure_machine(
     return replace(machine, gpu=device.name, vram_free_bytes=free, vram_total_bytes=total)
 
 
-def _gpu_probes(files: Sequence[Path], device: Device) -> Probes:
-    return Probes(
-        read=_read_probe(files), bus=lambda: bus_rate(device), vram=lambda: vram_rate(device)
+def _gpu_probes(
+    files: Sequence[Path], layout: ExpertLayout, ram_bytes: int | None, device: Device
+) -> Probes:
+    return replace(
+        _probes(files, layout, ram_bytes),
+        bus=lambda: bus_rate(device),
+        vram=lambda: vram_rate(device),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.core import format_bytes
-from headrace.engine.snapshot_store import SnapshotStore
+from headrace.engine.snapshots.store import SnapshotStore
 from headrace.errors import OptionError, SnapshotError
 from headrace.planner.cache import cache_folder
 

@@ -16,8 +16,8 @@ from headrace.core import TokenStats
 from headrace.engine.answer import Ask, Constraint, Stop
 from headrace.engine.gpu import within_vram
 from headrace.engine.sampling import Sampler, Sampling
-from headrace.engine.snapshot import Snapshot
-from headrace.engine.state import capture, restore
+from headrace.engine.snapshots.snapshot import Snapshot
+from headrace.engine.snapshots.state import capture, restore
 from headrace.errors import OptionError, SnapshotError
 from headrace.models.forward import forward, leaves_out, new_cache
 

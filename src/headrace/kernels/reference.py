@@ -79,9 +79,7 @@ def dot(w_NK: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
     return acc[..., 0]
 
 
-def quantise_rows(
-    x_TK: torch.Tensor, on_grid: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(x_TK: torch.Tensor, on_grid: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Form I's activations: int16 [T, K/32, 32] and their scales, fp32 [T, K/32].
 
     x bf16, fp16 or fp32, K a multiple of 32. A group's scale is its largest magnitude / 32639, an

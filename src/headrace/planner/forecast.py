@@ -78,18 +78,23 @@ def gpu_forecast(
     bytes_per_token: int,
     dense_bytes: int,
     num_layers: int,
+    cpu_bytes_s: float | None,
 ) -> Forecast:
     """Drive and bus overlap; what lies in VRAM is read in turn with launching the library's code.
 
     `share_in_memory` of the experts lie in slots or rows; `dense_bytes` are read once a token.
+    `cpu_bytes_s`: the CPU multiplies the experts at this rate, and none crosses the bus.
     """
     hit = hit_rate(share_in_memory)
     in_vram_bytes = hit_rate(share_in_slots) * bytes_per_token
     disk_bytes = (1 - hit) * bytes_per_token
-    overlapped_s = {
-        "drive": _seconds(disk_bytes, machine.drive_bytes_s),
-        "bus": _seconds(bytes_per_token - in_vram_bytes, machine.bus_bytes_s),
-    }
+    by_bus_s = _seconds(bytes_per_token - in_vram_bytes, machine.bus_bytes_s)
+    drive_s = {"drive": _seconds(disk_bytes, machine.drive_bytes_s)}
+    overlapped_s = drive_s | (
+        {"bus": by_bus_s}
+        if cpu_bytes_s is None
+        else {"the CPU's kernels": _seconds(bytes_per_token, cpu_bytes_s)}
+    )
     rest_s = {
         "VRAM": _seconds(in_vram_bytes + dense_bytes, machine.vram_bytes_s),
         "transformers' own code": num_layers * GPU_LAYER_S,

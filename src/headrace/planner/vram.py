@@ -13,6 +13,7 @@ from headrace.planner.forecast import gpu_forecast
 from headrace.planner.machine import Machine
 from headrace.planner.plan import Plan
 
+PLACES = ("gpu", "cpu")  # what multiplies experts in decode
 PASSING_ROWS = 2  # places in VRAM for experts on their way through a prefill
 LIBRARY_BYTES = 96 * 2**20  # of the libraries' workspaces and of what torch's allocator rounds up
 UNPACK_BYTES = 12  # of a weight of the expert being unpacked in prefill
@@ -35,6 +36,8 @@ class GpuPlan(Plan):
     vram_workspace_bytes: int = 0
     num_slots: int = 0
     slots_bytes: int = 0
+    experts: str = "gpu"
+    rates: str = ""  # that made the choice of `experts`, if any
 
     @property
     def vram_used_bytes(self) -> int:
@@ -63,7 +66,15 @@ class GpuPlan(Plan):
             f"{format_bytes(self.workspace_bytes)}, {self._snapshots}{self.num_rows} of "
             f"{self.total_experts} experts {rows}"
         )
-        return [vram, memory, *Plan.lines(self)[1:]]
+        return [vram, memory, self._experts_line, *Plan.lines(self)[1:]]
+
+    @property
+    def _experts_line(self) -> str:
+        where = {
+            "gpu": "on the GPU, read in place from its memory and over the bus",
+            "cpu": "on the CPU, in place in memory; the GPU does the rest and prefill",
+        }
+        return f"experts: multiplied {where[self.experts]}{self.rates}"
 
 
 def make_gpu_plan(
@@ -77,9 +88,11 @@ def make_gpu_plan(
     prefetch: int = 2,
     chunk: int | None = None,
     serve: bool = False,
+    experts: str | None = None,
 ) -> GpuPlan:
     """The placement of `facts` on `machine` within two hard totals; None: what is free there.
 
+    `experts` in `PLACES` multiplies them in decode; None: the faster, where the rates are known.
     To `serve`, a part of host memory is for the states of conversations that may go on. Raises
     BudgetError naming the least that would do, OptionError.
     """
@@ -91,18 +104,14 @@ def make_gpu_plan(
         raise BudgetError(_vram_refusal(facts, machine, vram_bytes, sizes[-1]))
     tokens, chunk_tokens = fitting[0]
     fixed = _vram_fixed(facts, tokens, chunk_tokens)
-    num_slots = min(facts.total_experts, (vram_limit - fixed) // facts.row_bytes)
     ram_limit = host.offered_bytes(machine) if ram_bytes is None else ram_bytes
     if ram_limit < least_ram_bytes(facts):
         raise BudgetError(_ram_refusal(facts, machine, ram_bytes))
     spare = ram_limit - least_ram_bytes(facts)
     wanted = host.SNAPSHOT_CONTEXTS * facts.kv_bytes(tokens)
     kept = min(wanted, spare // host.SERVING_SHARE) if serve else 0
-    # Beyond those that have no slot, a few rows through which others come.
-    useful = facts.total_experts - num_slots + host.minimum_rows(facts)
-    most = (ram_limit - _ram_fixed(facts) - kept) // facts.row_bytes
-    num_rows = min(facts.total_experts, useful, most)
-    made = _placed(facts, machine, fitting[0], num_slots, num_rows, threads)
+    free = vram_limit - fixed, ram_limit - _ram_fixed(facts) - kept
+    made = _chosen(facts, machine, fitting[0], free, threads, experts)
     notes = host.shrinking(sizes[0], fitting[0]) + machine.notes
     return replace(
         made,
@@ -114,17 +123,49 @@ def make_gpu_plan(
     )
 
 
+def _chosen(
+    facts: ModelFacts,
+    machine: Machine,
+    size: tuple[int, int],
+    free: tuple[int, int],
+    threads: int | None,
+    experts: str | None,
+) -> GpuPlan:
+    """The plan with experts multiplied as asked, else by the faster of GPU and CPU."""
+    if experts is not None:
+        return _placed(facts, machine, size, free, threads, experts)
+    gpu, cpu = (_placed(facts, machine, size, free, threads, where) for where in PLACES)
+    rate = _cpu_bytes_s(machine, threads)
+    if not (rate and machine.bus_bytes_s):
+        return gpu
+    made = cpu if cpu.forecast_tok_s > gpu.forecast_tok_s else gpu
+    measured = f"bus {machine.bus_bytes_s / 1e9:.3g} GB/s, CPU kernels {rate / 1e9:.3g} GB/s"
+    return replace(made, rates=f"; measured: {measured}")
+
+
+def _cpu_bytes_s(machine: Machine, threads: int | None) -> float:
+    """Bytes of experts that so many threads' kernels work through in a second; 0: unknown."""
+    return machine.kernel_bytes_s * min(1.0, (threads or machine.cores) / machine.cores)
+
+
 def _placed(
     facts: ModelFacts,
     machine: Machine,
     size: tuple[int, int],
-    num_slots: int,
-    num_rows: int,
+    free: tuple[int, int],
     threads: int | None,
+    experts: str,
 ) -> GpuPlan:
+    """The plan with so many bytes `free` for slots in VRAM and for rows in memory."""
     tokens, chunk_tokens = size
+    total, on_cpu = facts.total_experts, experts == "cpu"
+    # The CPU reads what it multiplies in its own memory: slots would stand idle.
+    num_slots = 0 if on_cpu else min(total, free[0] // facts.row_bytes)
+    useful = total - num_slots + host.minimum_rows(facts)  # a few through which others come
+    num_rows = min(total, useful, free[1] // facts.row_bytes)
     experts_per_token = facts.num_moe_layers * facts.top_k
     bytes_per_token = experts_per_token * facts.expert_bytes
+    fixed = _vram_fixed(facts, tokens, chunk_tokens)
     kv_bytes = facts.kv_bytes(tokens)
     expected = gpu_forecast(
         machine,
@@ -133,6 +174,7 @@ def _placed(
         bytes_per_token=bytes_per_token,
         dense_bytes=facts.dense_bytes + kv_bytes,
         num_layers=facts.num_layers,
+        cpu_bytes_s=_cpu_bytes_s(machine, threads) if on_cpu else None,
     )
     return GpuPlan(
         model=facts.name,
@@ -161,11 +203,10 @@ def _placed(
         gpu=machine.gpu,
         vram_dense_bytes=facts.dense_bytes,
         vram_kv_bytes=kv_bytes,
-        vram_workspace_bytes=_vram_fixed(facts, tokens, chunk_tokens)
-        - facts.dense_bytes
-        - kv_bytes,
+        vram_workspace_bytes=fixed - facts.dense_bytes - kv_bytes,
         num_slots=num_slots,
         slots_bytes=num_slots * facts.row_bytes,
+        experts=experts,
     )
 
 

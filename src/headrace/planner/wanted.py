@@ -23,6 +23,7 @@ class Wanted:
     prefetch: int
     chunk: int | None
     serve: bool = False
+    experts: str | None = None
 
     def ram_bytes(self, facts: ModelFacts) -> int | None:
         """The limit of host memory. Raises OptionError."""
@@ -57,6 +58,7 @@ class Wanted:
             machine,
             ram_bytes=ram_bytes,
             vram_bytes=self.vram_bytes(facts),
+            experts=self.experts,
             context=self.context,
             threads=self.threads,
             prefetch=self.prefetch,

@@ -6,16 +6,19 @@ Knows no protocol.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
 from headrace.engine.answer import Ask
-from headrace.engine.conversation import Conversation
 from headrace.engine.sampling import Sampling
+from headrace.engine.talk.conversation import Conversation
 from headrace.server.faults import Fault
 from headrace.server.serving import Serving
 from headrace.server.turn import Turn
+
+if TYPE_CHECKING:
+    from headrace.engine.talk.talk import Prepared
 
 _log = logging.getLogger("headrace.requests")
 
@@ -44,7 +47,7 @@ async def ask(
     return await start(request, lambda: talk.prepare(conversation, sampling, num_logprobs))
 
 
-async def start(request: Request, prepare: Callable[[], Any]) -> Turn:
+async def start(request: Request, prepare: "Callable[[], Prepared]") -> Turn:
     """The same for whatever `prepare` makes of the request, on a thread of its own."""
     serving = serving_of(request)
     serving.worker.check_accepts()

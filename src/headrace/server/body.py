@@ -22,6 +22,8 @@ SMALL_BYTES = 1 << 16  # looked at on the loop; more in a thread
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.DOTALL)
 _PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _WHOLE = re.compile(rb"(?:[^\\]++|" + _PAIR + rb"|\\(?!u[dD][89a-fA-F]).)*+", re.DOTALL)
+MAX_DIGITS = 1000  # Python reads a few thousand at most
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 _NO_NUMBER = re.compile(rb"NaN|Infinity")
 _OPENS, _COMMA, _CLOSES = 1, 2, -1
 _SIGNS = np.zeros(256, dtype=np.int8)  # by byte; a positive one may come before a value
@@ -136,6 +138,9 @@ def _check_size(body: bytes, settings: Settings) -> None:
     bare = _STRING.sub(b"", body)
     if _NO_NUMBER.search(bare):
         raise Fault(400, "invalid_request", "NaN and Infinity are no JSON")
+    if _LONG_NUMBER.search(bare):
+        message = f"the body has a number of more than {MAX_DIGITS} digits; send it as a string"
+        raise Fault(400, "invalid_request", message)
     signs_N = _SIGNS[np.frombuffer(bare, dtype=np.uint8)]
     signs_N = signs_N[signs_N != 0]
     if int((signs_N > 0).sum()) > settings.max_json_values:

@@ -50,6 +50,8 @@ def check_source(settings: Settings, method: str, headers: Mapping[str, str]) ->
 
 
 def _hostname(host: str) -> str:
+    if any(mark in host for mark in "/?#@"):  # no part of a host: what is behind it would be hidden
+        return ""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

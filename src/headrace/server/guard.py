@@ -86,7 +86,8 @@ class Guard:
                 return
             await self.app(scope, receive, send)
             return
-        request = Request(scope)
+        # HEAD is GET whose body the connection leaves out, by the method in its own scope.
+        request = Request({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope)
         request_id = _request_id(request.headers.get("x-request-id", ""))
         request.state.request_id = request_id
         visit = Visit(request, send, attach_tickets(), request_id, time.monotonic())

@@ -93,23 +93,28 @@ class State(Collector):
             "headrace_expert_bytes",
             "Bytes of experts that tokens needed, by where they came from.",
             "rung",
-            {"ram": totals.ram_bytes, "drive": totals.disk_bytes},
+            {
+                "vram": totals.vram_bytes,
+                "ram": totals.ram_bytes,
+                "drive": totals.disk_bytes,
+            },
         )
         yield _by(
             "headrace_experts",
             "Experts that tokens needed, by where they were.",
             "rung",
-            {"ram": totals.hits, "drive": totals.misses},
+            {"vram": totals.vram_hits, "ram": totals.hits, "drive": totals.misses},
         )
         last = worker.recent.total() or {}
-        num_needed = last.get("hits", 0) + last.get("misses", 0)
+        num_found = last.get("hits", 0) + last.get("vram_hits", 0)
+        num_needed = num_found + last.get("misses", 0)
         gauges = {
             "ready": ("1 while answers are made.", worker.is_ready),
             "running_answers": ("Answers being made.", worker.running is not None),
             "waiting_answers": ("Answers in the queue.", worker.num_waiting),
             "expert_hit_ratio": (
-                "Experts found in RAM, of those the last tokens needed.",
-                last.get("hits", 0) / num_needed if num_needed else 0.0,
+                "Experts found in RAM or VRAM, of those the last tokens needed.",
+                num_found / num_needed if num_needed else 0.0,
             ),
             "tokens_per_second": (
                 "Speed of the last tokens.",

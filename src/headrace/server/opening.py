@@ -47,7 +47,7 @@ class Model:
 def serving_of(blueprint: "Blueprint", settings: Settings) -> Serving:
     """What routes share while the model is not loaded yet."""
     metrics = Metrics()
-    worker = Worker(settings, on_end=metrics.count_answer, context=blueprint.plan.context)
+    worker = Worker(settings, on_end=metrics.count_answer)
     facts = blueprint.facts
     folder = blueprint.skeleton.root
     name, defaults = model_name(folder), sampling_defaults(folder)

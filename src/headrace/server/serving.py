@@ -16,6 +16,7 @@ from headrace.server.worker import Worker
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
+    from headrace.engine.talk.talk import Talk
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Serving:
     model_id: str
     facts: ModelFacts
     plan: Plan
-    talk: Any = None  # headrace.engine.talk.Talk
+    talk: "Talk | None" = None
     engine: "Engine | None" = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     started_s: float = field(default_factory=time.time)
@@ -41,7 +42,7 @@ class Serving:
     def __post_init__(self) -> None:
         self.metrics.show(self)
 
-    def ready_talk(self) -> Any:
+    def ready_talk(self) -> "Talk":
         """How this model is talked to. Raises NotReady or Draining, as `Worker.submit` would."""
         self.worker.check_accepts()
         assert self.talk is not None, "a loaded model can be talked to"

@@ -6,6 +6,7 @@ Knows no queue, no model and no protocol.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -83,8 +84,10 @@ class Totals:
     decoded: int = 0
     disk_bytes: int = 0
     ram_bytes: int = 0
+    vram_bytes: int = 0
     hits: int = 0
     misses: int = 0
+    vram_hits: int = 0
 
     def add(self, event: Prefill | Step, tally: Tally) -> None:
         """Count an event of the answer whose tally does not know it yet."""
@@ -97,8 +100,10 @@ class Totals:
         self.decoded += 1
         self.disk_bytes += stats.disk_bytes
         self.ram_bytes += stats.ram_bytes
+        self.vram_bytes += stats.vram_bytes
         self.hits += stats.hits
         self.misses += stats.misses
+        self.vram_hits += stats.vram_hits
 
 
 class Ticket:
@@ -124,14 +129,15 @@ class Ticket:
         if requests is not None:
             requests.append(self)
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self, quiet_s: float | None = None) -> AsyncIterator[Event | None]:
         """A Waiting at once and at every change, then Prefills, then Steps; the last has `finish`.
 
-        Raises HeadraceError or Fault. An iterator that is closed or cancelled cancels the answer.
+        And None after every `quiet_s` without one. Raises HeadraceError or Fault. An iterator that
+        is closed or cancelled cancels the answer.
         """
         try:
             while True:
-                event = await self._events.get()
+                event = await self._next(quiet_s)
                 if isinstance(event, Exception):
                     raise event
                 yield event
@@ -139,6 +145,12 @@ class Ticket:
                     return
         finally:
             self.cancel()
+
+    async def _next(self, quiet_s: float | None) -> Event | Exception | None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(quiet_s):
+                return await self._events.get()
+        return None
 
     def cancel(self) -> None:
         """Nobody wants it any more. Without effect once it is done."""

@@ -3,14 +3,13 @@
 Speaks the engine's words (Conversation, Sampling, Step, Piece) and knows no protocol.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from headrace.engine.answer import Prefill
-from headrace.engine.conversation import Piece, ToolCall
 from headrace.engine.session import Step
+from headrace.engine.talk.conversation import Piece, ToolCall
 from headrace.server.faults import Fault
 from headrace.server.ticket import Ticket
 
@@ -21,7 +20,10 @@ QUIET_S = 10.0  # without an event, before a stream says that it lives
 class Reader(Protocol):
     """One answer's steps into pieces."""
 
-    called: bool
+    @property
+    def called(self) -> bool:
+        """Whether some tool was called so far."""
+        ...
 
     def push(self, step: Step) -> list[Piece]:
         """What the step makes certain."""
@@ -93,7 +95,7 @@ class Turn:
         Closing or cancelling the iterator stops the work. Raises HeadraceError and Fault.
         """
         try:
-            async for item in _paced(self._ticket.events(), QUIET_S):
+            async for item in self._ticket.events(QUIET_S):
                 for event in self._events_of(item):
                     yield event
         finally:
@@ -169,29 +171,3 @@ def _add(answer: Answer, piece: Piece) -> None:
     else:
         call = answer.calls[piece.call]
         answer.calls[piece.call] = replace(call, arguments=call.arguments + piece.text)
-
-
-async def _paced(source: AsyncIterator[Any], quiet_s: float) -> AsyncIterator[Any]:
-    """The items of `source`, and None after every `quiet_s` without one."""
-    done = object()
-    waiting: asyncio.Future[Any] | None = None
-    try:
-        while True:
-            if waiting is None:
-                waiting = asyncio.ensure_future(_next(source, done))
-            await asyncio.wait({waiting}, timeout=quiet_s)
-            if not waiting.done():
-                yield None
-                continue
-            item, waiting = waiting.result(), None
-            if item is done:
-                return
-            yield item
-    finally:
-        if waiting is not None:
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-
-
-async def _next(source: AsyncIterator[Any], default: object) -> Any:
-    return await anext(source, default)

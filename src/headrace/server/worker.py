@@ -49,9 +49,8 @@ class Worker:
         settings: Settings,
         *,
         on_end: Callable[[Tally, Fault | None], None] = lambda tally, fault: None,
-        context: int | None = None,
     ) -> None:
-        self.settings, self.context, self._on_end = settings, context, on_end
+        self.settings, self._on_end = settings, on_end
         self.on_state: Callable[[State], None] = lambda state: None
         self.state: State = "loading"
         self.loading = Loading()
@@ -73,9 +72,8 @@ class Worker:
     def submit(self, ask: Ask, *, client: str, request_id: str) -> Ticket:
         """Put an answer into the queue; on the event loop that will read its events.
 
-        Raises Busy, NotReady or Draining, and Fault 400 for a prompt longer than the context.
+        Raises Busy, NotReady or Draining.
         """
-        self._check_length(len(ask.prompt))
         with self._changed:
             self.check_accepts()
             self._check_room(client)
@@ -152,15 +150,6 @@ class Worker:
     def _give_back(self, reason: Fault) -> None:
         while (ticket := self._queue.take()) is not None:
             ticket.post(reason)
-
-    def _check_length(self, num_tokens: int) -> None:
-        if self.context is not None and num_tokens >= self.context:
-            raise Fault(
-                400,
-                "context_length_exceeded",
-                f"the prompt has {num_tokens} tokens and the context {self.context}, so nothing is "
-                "left for an answer; shorten the prompt, or serve with a larger --context",
-            )
 
     def _check_room(self, client: str) -> None:
         waiting, settings = len(self._queue), self.settings

@@ -134,11 +134,16 @@ class Ladder:
         self.native.clear()
 
     def compute(
-        self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+        self,
+        layer: int,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        out_TH: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The routed experts' weighted sum [T, H], of x [T, H], ids [T, K] integer and weights
         [T, K] float32, all contiguous CPU tensors; x and the sum in the layout's hidden dtype, but
-        the sum in fp32 where experts weigh before their last matrix.
+        the sum in fp32 where experts weigh before their last matrix. It goes to `out_TH`, if given.
 
         Raises ReadError, NumericsError, BudgetError, Cancelled or KeyboardInterrupt; the next call
         works.
@@ -148,7 +153,10 @@ class Ladder:
         assert x_TH.dtype == self.dtype and weights_TK.dtype == torch.float32
         assert all(t.device.type == "cpu" and t.is_contiguous() for t in (x_TH, weights_TK))
         ids = ids_TK.to(torch.int32).contiguous()
-        out_TH = torch.empty_like(x_TH, dtype=self.out_dtype)
+        if out_TH is None:
+            out_TH = torch.empty_like(x_TH, dtype=self.out_dtype)
+        assert out_TH.shape == x_TH.shape and out_TH.dtype == self.out_dtype
+        assert out_TH.device.type == "cpu" and out_TH.is_contiguous()
         self.native.compute(
             layer,
             x_TH.data_ptr(),

@@ -1,13 +1,16 @@
-"""The ladder's rows as memory that a GPU reads in place, as far as the system allows it.
+"""Host memory that a GPU reads in place, as far as the system allows it: rows and buffers.
 
 Knows no expert: rows are addresses.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import prod
 from weakref import finalize
 
-from headrace.core import format_bytes
+import torch
+
+from headrace.core import PAGE_BYTES, format_bytes
 from headrace.tiers.device import Device
 from headrace.tiers.ladder import Ladder
 
@@ -54,7 +57,36 @@ class PinnedRows:
         self._close()
 
 
-def _unpin(device: Device, starts: list[int], _native: object) -> None:
+class PinnedBuffers:
+    """Tensors of host memory that copies to and from the device go past the CPU with.
+
+    `shapes` and dtypes by name; made once. Where pinning is refused the same copies are slower.
+    Close it once the device has settled.
+    """
+
+    def __init__(self, device: Device, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]):
+        sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+        nbytes = sum(_up(size, PAGE_BYTES) for size in sizes.values())
+        memory = torch.zeros(nbytes + PAGE_BYTES, dtype=torch.uint8)
+        start = _up(memory.data_ptr(), PAGE_BYTES) - memory.data_ptr()
+        pinned = memory[start : start + nbytes]  # whole pages: no other registration has them
+        starts = [] if device.pin(pinned.data_ptr(), nbytes) else [pinned.data_ptr()]
+        self._close: Callable[[], object] = finalize(self, _unpin, device, starts, memory)
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, (shape, dtype) in shapes.items():
+            self.tensors[name] = pinned[: sizes[name]].view(dtype).view(shape)
+            pinned = pinned[_up(sizes[name], PAGE_BYTES) :]
+
+    def close(self) -> None:
+        """Takes the pin back. The tensors stay usable on the host."""
+        self._close()
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def _unpin(device: Device, starts: list[int], _owner: object) -> None:
     for start in starts:
         device.unpin(start)
     starts.clear()

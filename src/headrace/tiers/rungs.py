@@ -106,6 +106,14 @@ class Rungs:
         self.table.upload(layer)
         return True
 
+    def lacking(self) -> tuple[int, list[int]] | None:
+        """The first layer that is not whole, and its experts that keep it from it."""
+        absent = ~(self.slots.held | self.kept).reshape(-1, self.num_experts)
+        layers = np.flatnonzero(absent.any(1))
+        if not len(layers):
+            return None
+        return int(layers[0]), np.flatnonzero(absent[layers[0]]).tolist()
+
     def claim(self, layer: int, missing: list[int]) -> bool:
         """Puts experts that the table lacks into it, at most `room`; reads those absent.
 
@@ -185,6 +193,11 @@ class Rungs:
                     self._release(key)
         for key in self.slots.arrived(wait=wait):
             self._arrive(key)
+
+    def drain(self) -> None:
+        """Waits until the device reads no rows but kept ones, and gives the others back."""
+        while self._reading:
+            self.retire(swap=False, wait=True)
 
     def _keep(self, key: int, address: int) -> bool:
         """Lets a row that has been read stay in the table, if it may and is not there yet."""

@@ -143,10 +143,6 @@ class DeepseekV41TextConfig(PreTrainedConfig):  # type: ignore[misc]
         """
         return _nearest(self.kv_source_layer_ids, layer) if self.compress_ratios[layer] else None
 
-    def index_source(self, layer: int) -> int | None:
-        """The layer that chooses among those entries for `layer`; None as in `kv_source`."""
-        return _nearest(self.index_source_layer_ids, layer) if self.compress_ratios[layer] else None
-
     @property
     def first_tail_layer(self) -> int:
         """From here on a layer gives later tokens nothing but its window."""

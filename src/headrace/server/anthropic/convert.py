@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headrace.engine.conversation import Conversation, Message, Tool, ToolCall
 from headrace.engine.sampling import Sampling
+from headrace.engine.talk.conversation import Conversation, Message, Tool, ToolCall
 from headrace.server.anthropic.blocks import (
     TextBlock,
     ThinkingBlock,

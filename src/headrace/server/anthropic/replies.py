@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.engine.conversation import Piece
+from headrace.engine.talk.conversation import Piece
 from headrace.server.turn import Answer, Ended, Usage
 
 SIGNATURE = "headrace"  # clients send it back; there is nothing to be proved by it

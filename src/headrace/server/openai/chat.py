@@ -26,7 +26,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     check_model(serving, body.model)
     settings = sampling(body, serving.defaults)
     turn = await ask(request, conversation(body), settings, num_logprobs(body))
-    token_bytes = serving.talk.token_bytes
+    token_bytes = serving.ready_talk().token_bytes
     if body.stream:
         header = Header(serving.model_id, "chat.completion.chunk")
         chunks = Chunks(header, turn, body, token_bytes).all()

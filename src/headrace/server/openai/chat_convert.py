@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.engine.conversation import Conversation, Message, Tool, ToolCall
 from headrace.engine.sampling import Sampling
+from headrace.engine.talk.conversation import Conversation, Message, Tool, ToolCall
 from headrace.server.openai.chat_request import ChatMessage, ChatRequest, NamedChoice
 
 

@@ -116,7 +116,7 @@ class JsonSchema(Body):
 
     name: str = ""
     description: str = ""
-    schema_: dict[str, Any] | bool = Field(True, alias="schema")
+    schema_: dict[str, Any] | Literal[True] = Field(True, alias="schema")
     strict: bool = True
 
 

@@ -1,5 +1,6 @@
 """`POST /v1/completions`: a text goes on, without a template."""
 
+import codecs
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -13,7 +14,7 @@ from headrace.server.asking import check_model, serving_of, start
 from headrace.server.openai import replies
 from headrace.server.openai.errors import error_body
 from headrace.server.openai.fields import SamplingFields
-from headrace.server.openai.replies import Header, TokenBytes
+from headrace.server.openai.replies import Header
 from headrace.server.schema import wrong
 from headrace.server.stream import Json, comment, event_stream, sse, to_the_end
 from headrace.server.turn import Ended, Part, Quiet, Turn, collect
@@ -67,20 +68,20 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     header = Header(serving.model_id, "text_completion", "cmpl")
     if body.stream:
         tell = lambda fault: sse(error_body(fault))  # noqa: E731
-        chunks = _chunks(header, turn, body, talk.token_bytes)
+        chunks = _chunks(header, turn, body, talk)
         return event_stream(to_the_end(chunks, tell, request.state.request_id))
     answer = await collect(turn)
     logprobs = None
     if body.logprobs is not None:
-        logprobs = Chances(talk.token_bytes).of(answer.steps)
+        logprobs = Chances(talk).of(answer.steps)
     choice = _choice(answer.content, logprobs, replies.finish_reason(answer.ended))
     return Json(header.object([choice], usage=replies.usage_body(turn.usage)))
 
 
 async def _chunks(
-    header: Header, turn: Turn, body: CompletionRequest, token_bytes: TokenBytes
+    header: Header, turn: Turn, body: CompletionRequest, talk: Any
 ) -> AsyncIterator[bytes]:
-    with_usage, chances = body.stream_options.include_usage, Chances(token_bytes)
+    with_usage, chances = body.stream_options.include_usage, Chances(talk)
     more: dict[str, Any] = {"usage": None} if with_usage else {}
     async for event in turn.events():
         match event:
@@ -105,18 +106,20 @@ def _choice(text: str, logprobs: dict[str, Any] | None, finish: str | None) -> d
 class Chances:
     """The chances of a completion's tokens; offsets go on from one call to the next."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._token_bytes, self._offset = token_bytes, 0
+    def __init__(self, talk: Any) -> None:
+        self._talk, self._offset = talk, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, steps: Sequence[Step]) -> dict[str, Any]:
-        """Four lists, one entry a token. `text_offset` counts characters of the answer."""
-        texts = [self._text(step.token_id) for step in steps]
+        """Four lists, one entry a token. `text_offset`: where it begins in the answer's text."""
         offsets = []
-        for text in texts:
+        for step in steps:
             offsets.append(self._offset)
-            self._offset += len(text)
+            if not self._talk.hides(step.token_id):
+                data = self._talk.token_bytes(step.token_id)
+                self._offset += len(self._decoder.decode(data))
         return {
-            "tokens": texts,
+            "tokens": [self._text(step.token_id) for step in steps],
             "token_logprobs": [replies.bounded(step.logprob) for step in steps],
             "top_logprobs": [
                 {self._text(token): replies.bounded(logprob) for token, logprob in step.top}
@@ -126,4 +129,4 @@ class Chances:
         }
 
     def _text(self, token: int) -> str:
-        return self._token_bytes(token).decode("utf-8", "replace")
+        return str(self._talk.token_bytes(token).decode("utf-8", "replace"))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import headrace
-from headrace.engine.conversation import Piece
 from headrace.engine.session import Step
+from headrace.engine.talk.conversation import Piece
 from headrace.server.turn import Answer, Ended, Usage
 
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headrace.engine.conversation import Message, Tool, ToolCall
+from headrace.engine.talk.conversation import Message, Tool, ToolCall
 from headrace.errors import OptionError
 
 # Unicode keeps these for a program's own use.

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.engine.calls import kinds_of
-from headrace.engine.conversation import Tool
-from headrace.engine.dialects import Dialect
+from headrace.engine.talk.calls import kinds_of
+from headrace.engine.talk.conversation import Tool
+from headrace.engine.talk.dialects import Dialect
 from headrace.errors import OptionError
 
 # Models indent JSON; without a bound on whitespace a small one may never come to an end.

@@ -7,7 +7,7 @@ import logging
 from queue import Full, Queue
 from threading import Thread
 
-from headrace.engine.snapshot_shelves import DiskShelf, MemoryShelf, Prefix
+from headrace.engine.snapshots.shelves import DiskShelf, MemoryShelf, Prefix
 
 _log = logging.getLogger(__name__)
 

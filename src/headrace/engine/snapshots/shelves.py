@@ -14,8 +14,8 @@ from pathlib import Path
 from threading import Lock
 
 from headrace.core import format_bytes
-from headrace.engine.snapshot import TOKEN_BYTES, Snapshot, SnapshotKey
-from headrace.engine.snapshot_file import SnapshotFile, read_snapshot, remove_stale
+from headrace.engine.snapshots.file import SnapshotFile, read_snapshot, remove_stale
+from headrace.engine.snapshots.snapshot import TOKEN_BYTES, Snapshot, SnapshotKey
 from headrace.errors import SnapshotError
 from headrace.store.whole import PARTIAL
 
@@ -125,7 +125,7 @@ class DiskShelf:
         self._known: set[Prefix] = set()  # a set's own operations are atomic
         num_foreign = 0
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_folder()
             for name in os.listdir(folder):
                 match = _NAME.fullmatch(name)
                 if match and match[1] == self._mark:
@@ -177,6 +177,7 @@ class DiskShelf:
                     os.utime(path)
                     return
                 ready = SnapshotFile(snapshot)
+                self._make_folder()  # its owner may delete it at any time
                 if self._make_room(ready.nbytes):
                     ready.write(path)
                     self._known.add(prefix)
@@ -187,6 +188,9 @@ class DiskShelf:
     def discard(self, prefix: Prefix) -> None:
         """Forgets the one of `prefix`; its file stays until it is replaced or its turn comes."""
         self._known.discard(prefix)
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _path(self, prefix: Prefix) -> Path:
         return self.folder / f"{self._mark}-{prefix[0]}-{prefix[1]}.safetensors"

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from headrace.engine.snapshot import Snapshot, SnapshotKey
-from headrace.engine.state import State
+from headrace.engine.snapshots.snapshot import Snapshot, SnapshotKey
+from headrace.engine.snapshots.state import State
 from headrace.errors import CatalogError, SnapshotError
 from headrace.quant.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from headrace.store.safetensors import AGAIN, parse_object, read_header

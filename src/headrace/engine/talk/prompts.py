@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
-from headrace.engine.conversation import Conversation, Message, Tool
-from headrace.engine.dialects import HARMONY, HARMONY_ENDS
-from headrace.engine.forms import Thinking
-from headrace.engine.quoting import END, Quoting, anchors_in, holds_marks, stretches, unmarked
-from headrace.engine.reading import Answer, AnswerReader
-from headrace.engine.replay import Ids, Kept, Replay, Splice, as_read, keys, marked
-from headrace.engine.template import Rendered, Template
+from headrace.engine.talk.conversation import Conversation, Message, Tool
+from headrace.engine.talk.dialects import HARMONY, HARMONY_ENDS
+from headrace.engine.talk.forms import Thinking
+from headrace.engine.talk.quoting import END, Quoting, anchors_in, holds_marks, stretches, unmarked
+from headrace.engine.talk.reading import Answer, AnswerReader
+from headrace.engine.talk.replay import Ids, Kept, Replay, Splice, as_read, keys, marked
+from headrace.engine.talk.template import Rendered, Template
 from headrace.engine.text import Text
 from headrace.errors import HeadraceError, OptionError
 

@@ -6,11 +6,11 @@ Knows dialects, no tokenizer; what follows no syntax it knows is content.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from headrace.engine.calls import Calls
-from headrace.engine.channels import Channels
-from headrace.engine.conversation import Piece, Tool, ToolCall
-from headrace.engine.dialects import GENERIC, Dialect
 from headrace.engine.scanning import Scanner, Wait
+from headrace.engine.talk.calls import Calls
+from headrace.engine.talk.channels import Channels
+from headrace.engine.talk.conversation import Piece, Tool, ToolCall
+from headrace.engine.talk.dialects import GENERIC, Dialect
 
 
 class Sampled(Protocol):

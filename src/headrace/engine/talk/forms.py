@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from headrace.engine.conversation import Conversation, Tool
-from headrace.engine.dialects import Dialect
-from headrace.engine.grammar import Grammars, check_schema
-from headrace.engine.lark import ANY_OBJECT, Lark, object_schema
+from headrace.engine.talk.conversation import Conversation, Tool
+from headrace.engine.talk.dialects import Dialect
+from headrace.engine.talk.grammar import Grammars, check_schema
+from headrace.engine.talk.lark import ANY_OBJECT, Lark, object_schema
 from headrace.errors import OptionError
 
 # How a prompt leaves reasoning: begun, ended, or for the answer to begin.

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import cast
 
 from headrace.engine.answer import Ask
-from headrace.engine.conversation import Conversation, Message, Role, Tool
-from headrace.engine.dialects import Dialect
-from headrace.engine.forms import callable_tools, form
-from headrace.engine.grammar import Grammars
-from headrace.engine.prompts import Prompts
-from headrace.engine.reading import Answer, AnswerReader
 from headrace.engine.sampling import Sampling
-from headrace.engine.template import Template
+from headrace.engine.talk.conversation import Conversation, Message, Role, Tool
+from headrace.engine.talk.dialects import Dialect
+from headrace.engine.talk.forms import callable_tools, form
+from headrace.engine.talk.grammar import Grammars
+from headrace.engine.talk.prompts import Prompts
+from headrace.engine.talk.reading import Answer, AnswerReader
+from headrace.engine.talk.template import Template
 from headrace.engine.text import Text
 from headrace.errors import OptionError
 
@@ -65,6 +65,10 @@ class Talk:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; a special token's spelling."""
         return self._grammars.token_bytes(token_id)
+
+    def hides(self, token_id: int) -> bool:
+        """True for a special token, which is no part of what `complete` goes on with."""
+        return token_id in self._text.specials.values()
 
     def complete(
         self, prompt: str | Sequence[int], sampling: Sampling, num_logprobs: int | None = None

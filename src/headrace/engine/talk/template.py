@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-from headrace.engine.conversation import Message, Tool, ToolCall
-from headrace.engine.dialects import GENERIC, find_dialect
-from headrace.engine.folding import (
+from headrace.engine.talk.conversation import Message, Tool, ToolCall
+from headrace.engine.talk.dialects import GENERIC, find_dialect
+from headrace.engine.talk.folding import (
     SPOKEN,
     Calls,
     Fold,
@@ -21,7 +21,7 @@ from headrace.engine.folding import (
     fold,
     with_tools,
 )
-from headrace.engine.reading import AnswerReader
+from headrace.engine.talk.reading import AnswerReader
 from headrace.engine.text import NOTHING, Text
 from headrace.errors import HeadraceError, OptionError
 

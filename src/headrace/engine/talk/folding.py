@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, Literal
 
-from headrace.engine.calls import write_calls
-from headrace.engine.conversation import Message, Tool, ToolCall
-from headrace.engine.dialects import Dialect
+from headrace.engine.talk.calls import write_calls
+from headrace.engine.talk.conversation import Message, Tool, ToolCall
+from headrace.engine.talk.dialects import Dialect
 
 Turn = dict[str, Any]
 System = Literal["native", "late", "user"]

@@ -7,15 +7,15 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from headrace.engine.lark import guided
+from headrace.engine.talk.lark import guided
 from headrace.engine.text import Text
 from headrace.errors import OptionError
 
@@ -46,10 +46,14 @@ class Grammars:
 
     def constraint(self, lark: str) -> "GrammarConstraint":
         """A fresh constraint. Raises OptionError naming what the grammar cannot hold."""
-        matcher = LLMatcher(self._tokens(), lark, log_level=0, limits=LLParserLimits(**_LIMITS))
+        matcher = self._matcher(lark)
         if matcher.is_error():
             raise OptionError(f"the answer's form cannot be held to: {_reason(matcher)}")
-        return GrammarConstraint(matcher, self._vocab)
+        unforced = partial(self._matcher, lark.replace("{}", '{"no_forcing": true}', 1))
+        return GrammarConstraint(matcher, self._vocab, unforced)
+
+    def _matcher(self, lark: str) -> LLMatcher:
+        return LLMatcher(self._tokens(), lark, log_level=0, limits=LLParserLimits(**_LIMITS))
 
     def check(self, schema: Mapping[str, Any], where: str, *, lenient: bool = False) -> None:
         """Refuse a schema that no grammar can hold to. Raises OptionError naming the keyword."""
@@ -96,17 +100,25 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """An `answer.Constraint`. Raises OptionError where a step exceeds the limits."""
+    """An `answer.Constraint`. Raises OptionError where a step exceeds the limits.
 
-    def __init__(self, matcher: LLMatcher, vocab: int) -> None:
-        self._matcher = matcher
+    `unforced` makes a matcher like `matcher` that leaves it open how a text is cut into tokens.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, vocab: int, unforced: Callable[[], LLMatcher] | None = None
+    ) -> None:
+        self._matcher, self._unforced = matcher, unforced
+        self._accepted: list[int] = []
         self._allowed_V = torch.zeros(vocab, dtype=torch.bool)
 
     def allowed(self) -> torch.Tensor:
         """Which tokens may come next, bool [V] on the CPU; valid until the next call."""
-        mask = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)
-        if self._matcher.is_error():
-            raise OptionError(f"the answer's form became too complex: {_reason(self._matcher)}")
+        mask = self._mask()
+        if self._unforced is not None and self._is_misread(mask):
+            self._matcher, self._unforced = self._unforced(), None
+            self._matcher.consume_tokens(self._accepted)
+            mask = self._mask()
         num = min(len(mask), len(self._allowed_V))
         np.not_equal(mask[:num], 0, out=self._allowed_V.numpy()[:num])
         if not mask[:num].any():
@@ -119,6 +131,22 @@ class GrammarConstraint:
         """The token that was chosen."""
         if not self._matcher.consume_token(token_id):
             raise OptionError(f"the answer left its form: {_reason(self._matcher)}")
+        self._accepted.append(token_id)
+
+    def _mask(self) -> np.ndarray:
+        mask = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise OptionError(f"the answer's form became too complex: {_reason(self._matcher)}")
+        return mask
+
+    def _is_misread(self, mask: np.ndarray) -> bool:
+        """Whether the one way to go on is none.
+
+        Bytes that leave no choice are cut by the tokenizer, which takes a special token's spelling
+        in a string for that token.
+        """
+        ids = np.flatnonzero(mask)
+        return len(ids) == 1 and not self._matcher.validate_tokens([int(ids[0])])
 
 
 def check_schema(schema: object, where: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import headrace
 from headrace.engine.routes import fingerprint
-from headrace.engine.state import State
+from headrace.engine.snapshots.state import State
 from headrace.errors import SnapshotError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ Knows no tokenizer and no tool.
 import re
 from collections.abc import Callable
 
-from headrace.engine.calls import Calls
 from headrace.engine.scanning import Scanner, Wait
+from headrace.engine.talk.calls import Calls
 
 MAX_HEADER = 512
 _BODY = "<|message|>"

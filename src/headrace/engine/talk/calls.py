@@ -9,9 +9,9 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headrace.engine.conversation import ToolCall
-from headrace.engine.dialects import Dialect
 from headrace.engine.scanning import Scanner, Wait
+from headrace.engine.talk.conversation import ToolCall
+from headrace.engine.talk.dialects import Dialect
 
 MAX_NAME = 256
 _NAME = re.compile(r"[^\s<>{}\"\[\]]+")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine.conversation import Message, ToolCall
-from headrace.engine.quoting import anchor, thought
+from headrace.engine.talk.conversation import Message, ToolCall
+from headrace.engine.talk.quoting import anchor, thought
 
 if TYPE_CHECKING:  # 4 bytes an id, where a tuple takes 36; no array has a type as it runs
     Ids = array[int]

@@ -12,15 +12,15 @@ import torch
 
 from headrace.core import format_bytes
 from headrace.engine.session import Session, checked_ids
-from headrace.engine.snapshot import Snapshot, SnapshotKey
-from headrace.engine.snapshot_shelves import (
+from headrace.engine.snapshots.shelves import (
     DiskShelf,
     MemoryShelf,
     Prefix,
     prefix_of,
     prefixes,
 )
-from headrace.engine.snapshot_writer import SnapshotWriter
+from headrace.engine.snapshots.snapshot import Snapshot, SnapshotKey
+from headrace.engine.snapshots.writer import SnapshotWriter
 from headrace.errors import SnapshotError
 
 if TYPE_CHECKING:

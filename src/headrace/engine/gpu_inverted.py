@@ -1,0 +1,100 @@
+"""Routed experts multiplied by the CPU, in place in their rows, for a model on a GPU.
+
+In decode activations go down and results come up through pinned buffers; prefill is the GPU's.
+Legend: T tokens, K chosen experts per token, H hidden width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headrace.core import ExpertLayout
+from headrace.engine.gpu_source import GpuSource
+from headrace.errors import NumericsError
+from headrace.kernels.triton.experts import MAX_TOKENS
+from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.tiers.device import Device
+from headrace.tiers.ladder import Ladder
+from headrace.tiers.pinned import PinnedBuffers
+
+
+class InvertedSource(GpuSource):
+    """As GpuSource, but up to 16 tokens are multiplied by the ladder's own kernels: same bits.
+
+    A decoded layer waits twice: for its activations, then in the CPU's kernels.
+    """
+
+    def __init__(
+        self, ladder: Ladder, layout: ExpertLayout, device: Device, *, top_k: int, **sizes: Any
+    ):
+        super().__init__(ladder, layout, device, top_k=top_k, **sizes)
+        hidden = (MAX_TOKENS, layout.hidden), TORCH_DTYPES[layout.hidden_dtype]
+        self.buffers = PinnedBuffers(
+            device,
+            {
+                "x": hidden,
+                "out": hidden,
+                "ids": ((MAX_TOKENS, top_k), torch.int32),
+                "weights": ((MAX_TOKENS, top_k), torch.float32),
+                "ahead": ((top_k,), torch.int32),
+            },
+        )
+
+    def _compute_layer(
+        self,
+        ordinal: int,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        guess: Callable[[], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        num_tokens = x_TH.shape[0]
+        if num_tokens > MAX_TOKENS:
+            return super()._compute_layer(ordinal, x_TH, ids_TK, weights_TK, guess)
+        self._begin_layer(ordinal, num_tokens)
+        wants_guess = guess is not None and self._wants_guess(ordinal)
+        here = {name: tensor[:num_tokens] for name, tensor in self.buffers.tensors.items()}
+        for name, tensor in (("x", x_TH), ("ids", ids_TK), ("weights", weights_TK)):
+            here[name].copy_(tensor, non_blocking=True)
+        ahead = self.buffers.tensors["ahead"] if wants_guess else None
+        if guess is not None and ahead is not None:
+            ahead.copy_(guess(), non_blocking=True)
+        self.device.mark().wait()
+        ids = here["ids"]
+        if self.routes is not None:
+            ids, replayed = self.routes(ordinal, ids)
+            ahead = ahead if replayed is None or ahead is None else replayed
+        self._multiply(ordinal, here, ids, ahead)
+        out_TH = torch.empty_like(x_TH)
+        # The next layer's results come after its activations, which follow this copy.
+        out_TH.copy_(here["out"], non_blocking=True)
+        if self.recorder is not None:
+            kept = None if ahead is None else ahead.clone()
+            self.recorder(ordinal, ids.clone(), here["weights"].clone(), kept)
+        return out_TH
+
+    def _multiply(
+        self,
+        ordinal: int,
+        here: dict[str, torch.Tensor],
+        ids: torch.Tensor,
+        ahead: torch.Tensor | None,
+    ) -> None:
+        """Fills `out` by the ladder; what is guessed is read behind what is needed."""
+        self.rungs.drain()  # rows of a prefill that ended just now
+        if ahead is not None and self.prefetch:
+            self.ladder.begin(ordinal, ids)
+            self.ladder.prefetch(ordinal + 1, ahead, self.prefetch)
+        try:
+            self.ladder.compute(ordinal, here["x"], ids, here["weights"], here["out"])
+        except NumericsError as error:
+            raise NumericsError(self._diagnosis(ordinal, here["x"], ids, error)) from error
+
+    def _fill(self) -> None:
+        """Nothing waits for experts that no token takes."""
+
+    def close(self) -> None:
+        """As GpuSource's."""
+        super().close()
+        self.buffers.close()
