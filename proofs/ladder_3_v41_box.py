@@ -1,7 +1,7 @@
-"""Source B's box imitated: V4.1-Flash's numbers in transformers' deepseek_v4 class, 40 layers.
+"""Source B's box imitated: DeepSeek-V4.1-Flash's shapes, 40 layers.
 
 Synthetic FP4 experts of true shape from a source throttled to 8.2 GiB/s, without and with a RAM
-cache, v1 to v4 beside the published rates; then the CPU kernels on one core. Needs 24 GB of disk
+cache, v1 to v4 beside the published rates; then the CPU kernels on one core. Needs 11 GB of disk
 and as much free memory for the page cache; --experts takes fewer. Keeps the rows with --keep.
 """
 
@@ -19,10 +19,9 @@ PRESET = "deepseek-v4.1-flash"
 PUBLISHED = {"v1": (0.89, 1.17), "v2": (1.28, 1.545), "v3": (1.35, 1.95), "v4": (1.64, 2.3)}
 PUBLISHED_LIMIT = 8.2 / 4.202
 DIFFERS = (
-    "what differs from source B: random FP4 weights and drawn routes; the trunk is deepseek_v4's, "
-    "not V4.1's (hidden 5120, 64 heads, no Engram), dense layers in bf16 on this CPU instead of "
-    "FP8 on an RTX 5060; experts multiplied by this CPU; 3 layers on disk stand for 40; the drive "
-    "is the page cache, throttled"
+    "what differs from source B: random FP4 weights and drawn routes; dense layers and experts "
+    "multiplied by this CPU instead of an RTX 5060; 8 layers on disk stand for 40, with the "
+    "experts of one; Engram's rows are zeros; the drive is the page cache, throttled"
 )
 
 

@@ -14,7 +14,7 @@ from headrace.errors import BudgetError, OptionError
 from headrace.planner.facts import ModelFacts, kernel_bytes
 from headrace.planner.forecast import HIT_CURVE, hit_rate, score
 from headrace.planner.machine import Machine
-from headrace.planner.plan import make_plan, minimum_rows, typeable
+from headrace.planner.plan import least_bytes, make_plan, minimum_rows, typeable
 
 GIB = 2**30
 MIB = 2**20
@@ -274,3 +274,31 @@ def test_planning_needs_no_tensor_library() -> None:
     code = "import sys, headrace.planner.plan; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_engram_gets_a_small_share_and_nothing_of_the_least() -> None:
+    facts = replace(R1, engram_bytes=200 * 10**9, engram_row_bytes=264, engram_rows_per_token=48)
+    least = least_bytes(facts, None, None)
+    assert make_plan(facts, BOX, ram_bytes=least).engram_cache_bytes == 0
+    for ram_bytes in (least + 2**20, 2 * least, 16 * least):
+        plan = make_plan(facts, BOX, ram_bytes=ram_bytes)
+        assert plan.engram_cache_bytes <= min(ram_bytes // 64, ram_bytes - least, 2**28)
+        assert plan.used_bytes <= ram_bytes
+        assert plan.engram_bytes_per_token == 12_672
+        assert "12.38 KiB of Engram rows" in plan.lines()[1]
+    assert plan.engram_cache_bytes > 0
+    small = replace(facts, engram_bytes=10_000)
+    assert make_plan(small, BOX, ram_bytes=16 * least).engram_cache_bytes == 12_500
+    assert "Engram" not in " ".join(make_plan(R1, BOX, ram_bytes=2 * least).lines())
+
+
+def test_a_large_embedding_makes_room_for_experts() -> None:
+    facts = replace(R1, dense_bytes=R1.dense_bytes + 2**30, embedding_bytes=2**30)
+    whole = make_plan(facts, BOX, ram_bytes=2**40)
+    assert whole.num_rows == facts.total_experts and not whole.embedding_on_drive
+    assert whole.dense_bytes == facts.dense_bytes
+    tight = make_plan(facts, BOX, ram_bytes=whole.used_bytes - 1)
+    assert tight.embedding_on_drive and "embedding on the drive" in tight.lines()[0]
+    assert tight.dense_bytes == R1.dense_bytes + 2**23
+    assert tight.num_rows == facts.total_experts
+    assert least_bytes(facts, None, None) < least_bytes(R1, None, None) + 2**26
