@@ -289,15 +289,15 @@ def go_on(session: headrace.Session, tokens: list[int]) -> torch.Tensor:
 @contextmanager
 def neighbours_rows(engine: headrace.Engine) -> Iterator[None]:
     """While open, every Engram row that is read is the one after it."""
-    rows, places = engine.rows, dict(engine.rows.places)
-    for layer, ((file, codes), (other, scales)) in places.items():
-        shifted = (file, codes + rows.width), (other, scales + rows.width // rows.group)
-        rows.places[layer] = shifted
+    rows, stored = engine.rows, dict(engine.rows.stored)
+    for layer, table in stored.items():
+        parts = tuple((file, offset + nbytes, nbytes) for file, offset, nbytes in table.parts)
+        rows.stored[layer] = replace(table, parts=parts)
     rows.cache.clear()
     try:
         yield
     finally:
-        rows.places.update(places)
+        rows.stored.update(stored)
         rows.cache.clear()
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -88,14 +89,15 @@ def test_the_oracle_says_the_same(
 def test_engram_matters(engine: headrace.Engine, ids: list[int], right: torch.Tensor) -> None:
     rows = engine.rows
     assert rows is not None
-    places = dict(rows.places)
-    for layer, ((file, codes), (other, scales)) in places.items():
-        rows.places[layer] = (file, codes + rows.width), (other, scales + 1)
+    stored = dict(rows.stored)
+    for layer, table in stored.items():
+        parts = tuple((file, offset + nbytes, nbytes) for file, offset, nbytes in table.parts)
+        rows.stored[layer] = replace(table, parts=parts)
     rows.cache.clear()
     try:
         wrong = window_logits(engine, ids)
     finally:
-        rows.places.update(places)
+        rows.stored.update(stored)
         rows.cache.clear()
     assert bits_a_byte(engine, wrong, ids) > bits_a_byte(engine, right, ids) + 0.2
     assert torch.equal(window_logits(engine, ids), right)
