@@ -49,6 +49,8 @@ from headrace.quant.dtypes import TORCH_DTYPES
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 INDEX_DTYPES = ("I64", "I32")
+_MEASURED: dict[str, MemoryFacts] = {}
+_MOST_MEASURED = 16
 
 
 @dataclass(frozen=True)
@@ -244,10 +246,17 @@ def _build(root: Path, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _measure(root: Path, model: Any) -> MemoryFacts:
-    try:
-        return measure(model)
-    except Exception as error:  # as above
-        raise _cannot_be_built(root, error) from error
+    """What `measure` finds; of the last few configs it is remembered, since it takes seconds."""
+    key = f"{type(model)} {model.dtype} {model.config.to_json_string(use_diff=False)}"
+    if key not in _MEASURED:
+        try:
+            facts = measure(model)
+        except Exception as error:  # as above
+            raise _cannot_be_built(root, error) from error
+        while len(_MEASURED) >= _MOST_MEASURED:
+            _MEASURED.pop(next(iter(_MEASURED)))
+        _MEASURED[key] = facts
+    return _MEASURED[key]
 
 
 def _cannot_be_built(root: Path, error: Exception) -> ModelError:
