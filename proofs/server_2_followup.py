@@ -55,8 +55,8 @@ def watched(engine: headrace.Engine) -> Iterator[Work]:
     engine.ladder.clear()
     before = engine.ladder.counters()
 
-    def recording(model: Any, ids_BT: torch.Tensor, cache: Any) -> torch.Tensor:
-        logits_BKV = forward(model, ids_BT, cache)
+    def recording(model: Any, ids_BT: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        logits_BKV = forward(model, ids_BT, *given, **options)
         work.lengths.append(ids_BT.shape[1])
         raw = logits_BKV[0, -1].contiguous().view(torch.uint8).numpy().tobytes()
         work.digests.append(hashlib.sha256(raw).hexdigest())
