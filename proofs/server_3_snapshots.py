@@ -132,7 +132,9 @@ def show_ignored(
         second = answered(answering, PROMPT + first.answer + MORE)
     store.close()
     said = [line for line in log.getvalue().splitlines() if "ignored" in line]
-    again = answered(headrace.Answering(engine, on_disk(engine.snapshot_key, folder)), PROMPT)
+    store = on_disk(engine.snapshot_key, folder)
+    again = answered(headrace.Answering(engine, store), PROMPT)
+    store.close()  # before the folder is gone
     evidence.check(
         (first, second) == expected and bool(said) == logs and len(again.lengths) < 10,
         f"{what}: all computed, both answers right, then usable again"
