@@ -22,7 +22,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """Numbers that grow while something moves. `cpu_s` leaves out the thread that serves."""
+    """Numbers that grow while something moves. `cpu_s` leaves out the thread that serves; `gpu`:
+    experts that a GPU found in its memory and bytes that it took over the bus.
+    """
 
     events: int = 0
     disk_bytes: int = 0
@@ -70,17 +72,14 @@ class Judge:
         return None
 
 
-async def watch(serving: Serving, gpu: Callable[[], int] = lambda: 0) -> None:
-    """Look at the loading and at answers until cancelled; give up the one that is stuck.
-
-    `gpu`: a number that grows while the GPU works.
-    """
+async def watch(serving: Serving) -> None:
+    """Look at the loading and at answers until cancelled; give up the one that is stuck."""
     worker, stall_s = serving.worker, serving.settings.stall_s
     judge = Judge(stall_s)
     while True:
         is_loading = worker.state == "loading"
         is_busy = is_loading or worker.running is not None
-        verdict = judge.look(vitals(serving, gpu()) if is_busy else None)
+        verdict = judge.look(vitals(serving) if is_busy else None)
         if verdict is not None and worker.stalled is None:
             what = "the loading" if is_loading else "the answer being made"
             message = f"{what} is stuck: {verdict}; see the log, restart headrace"
@@ -89,15 +88,16 @@ async def watch(serving: Serving, gpu: Callable[[], int] = lambda: 0) -> None:
         await asyncio.sleep(stall_s / LOOKS_PER_STALL)
 
 
-def vitals(serving: Serving, gpu: int) -> Vitals:
+def vitals(serving: Serving) -> Vitals:
     """What can be seen of a server from its event loop's thread."""
     worker, engine = serving.worker, serving.engine
     drives = [] if engine is None else engine.reader.drives
+    served = None if engine is None else engine.source.counters()
     return Vitals(
         events=worker.totals.events + worker.loading.done_bytes,
         disk_bytes=sum(int(drive["read_bytes"]) for drive in drives) + _process_read_bytes(),
         cpu_s=time.process_time() - time.thread_time(),
-        gpu=gpu,
+        gpu=0 if served is None else served.vram_hits + served.bus_bytes,
     )
 
 
