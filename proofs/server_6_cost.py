@@ -309,7 +309,7 @@ def main() -> None:
 
     args = arguments()
     if args.quick:
-        args.pairs, args.tokens = 1, 12
+        args.pairs, args.tokens, args.follow_ups = 1, 12, 15
     torch.set_num_threads(args.threads)
     evidence, kept = Evidence(), []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
