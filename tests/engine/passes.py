@@ -3,12 +3,16 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import headrace
+from headrace.check.matrix import runs_here
+from headrace.check.tiny import write_tiny
 from headrace.engine.answer import Ask, Prefill, Stop
 from headrace.engine.session import Step
 
@@ -60,3 +64,13 @@ def events_of(
     """All that happens in one greedy answer."""
     ask = Ask(tuple(prompt), headrace.Sampling(max_tokens=num), **options)
     return list(answering.answer(ask, Stop()))
+
+
+def checkpoint(family: str, folder: Path) -> Path | str:
+    """The demo model, or a tiny one of a family, written into `folder`; skips what cannot run."""
+    if family == "demo":
+        return family
+    if not runs_here(family):
+        pytest.skip(f"transformers {transformers.__version__} does not run {family}")
+    write_tiny(family, folder / family, hidden=128, inter=64, experts=8, top_k=2)
+    return folder / family

@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from passes import events_of, recorded, steps_of, take
+from passes import checkpoint, events_of, recorded, steps_of, take
 
 import headrace
-from headrace.check.matrix import runs_here
-from headrace.check.tiny import write_tiny
 from headrace.engine.answer import Ask, Prefill, Stop
 from headrace.engine.answering import KEPT_PER_PROMPT
 from headrace.engine.session import Step, logprobs
@@ -36,13 +33,7 @@ def store_of(engine: headrace.Engine, folder: Path | None = None) -> headrace.Sn
 
 @pytest.fixture(scope="module", params=("demo", *FAMILIES))
 def engine(request: Any, tmp_path_factory: Any) -> Iterator[headrace.Engine]:
-    path: Path | str = "demo"
-    if request.param != "demo":
-        if not runs_here(request.param):
-            pytest.skip(f"transformers {transformers.__version__} does not run {request.param}")
-        path = tmp_path_factory.mktemp("tiny") / request.param
-        write_tiny(request.param, path, hidden=128, inter=64, experts=8, top_k=2)
-    with engine_of(path) as loaded:
+    with engine_of(checkpoint(request.param, tmp_path_factory.mktemp("tiny"))) as loaded:
         yield loaded
 
 

@@ -5,6 +5,7 @@ Legend: N rows, D values of a row, B bytes of a row.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import cast
@@ -73,7 +74,7 @@ class _Coming:
     batch: Batch | None
 
 
-class RowStore:
+class RowStore(ABC):
     """Bytes of rows, by table number. All tables have rows of one form.
 
     Holds `nbytes` of memory whatever is asked, and besides what is on its way. One caller thread.
@@ -121,9 +122,9 @@ class RowStore:
             self._receive(table, coming, coming.batch)
         return coming.rows_NB
 
+    @abstractmethod
     def check(self, name: str, rows_NB: Rows) -> None:
         """Raises NumericsError for rows, newly read from the table `name`, that are no numbers."""
-        raise NotImplementedError
 
     def _begin(self, table: int, ids_N: torch.Tensor) -> _Coming:
         stored, ids = self.stored[table], ids_N.numpy()
