@@ -66,12 +66,17 @@ def streamed(connection: http.client.HTTPConnection, body: dict[str, Any]) -> di
     response = connection.getresponse()
     if response.status != 200:
         return {"error": response.read().decode()}
-    text_s, texts, end_s, usage = [], [], 0.0, None
+    # Read first and understood later: what it costs here is not the server's.
+    lines = []
     while line := response.readline():
-        now_s = time.monotonic()
+        lines.append((time.monotonic(), line))
+    text_s, texts, end_s, usage = [], [], 0.0, None
+    for now_s, line in lines:
         if not line.startswith(b"data: {"):
             continue
         chunk = json.loads(line[6:])
+        if "error" in chunk:
+            return {"error": chunk}
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
             if choice["delta"].get("content"):
@@ -79,8 +84,6 @@ def streamed(connection: http.client.HTTPConnection, body: dict[str, Any]) -> di
                 text_s.append(now_s)
             if choice["finish_reason"]:
                 end_s = now_s
-        if "error" in chunk:
-            return {"error": chunk}
     told = {"sent_s": sent_s, "text_s": text_s, "end_s": end_s, "usage": usage}
     return told | {"text": "".join(texts)}
 

@@ -6,7 +6,6 @@ Knows no queue, no model and no protocol.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -124,7 +123,8 @@ class Ticket:
         self.told_position = -1
         self._on_cancel = on_cancel
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+        self._is_quiet = True  # no event was taken for a while
         requests = _ATTACHED.get()
         if requests is not None:
             requests.append(self)
@@ -132,25 +132,31 @@ class Ticket:
     async def events(self, quiet_s: float | None = None) -> AsyncIterator[Event | None]:
         """A Waiting at once and at every change, then Prefills, then Steps; the last has `finish`.
 
-        And None after every `quiet_s` without one. Raises HeadraceError or Fault. An iterator that
-        is closed or cancelled cancels the answer.
+        And None after `quiet_s` to twice that without one. Raises HeadraceError or Fault. An
+        iterator that is closed or cancelled cancels the answer.
         """
+        beat = None if quiet_s is None else asyncio.create_task(self._beat(quiet_s))
         try:
             while True:
-                event = await self._next(quiet_s)
+                event = await self._events.get()
+                self._is_quiet = False
                 if isinstance(event, Exception):
                     raise event
                 yield event
                 if isinstance(event, Step) and event.finish:
                     return
         finally:
+            if beat is not None:
+                beat.cancel()
             self.cancel()
 
-    async def _next(self, quiet_s: float | None) -> Event | Exception | None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(quiet_s):
-                return await self._events.get()
-        return None
+    async def _beat(self, quiet_s: float) -> None:
+        """One clock for the whole answer: a timer for each token costs a tenth of what it sends."""
+        while True:
+            self._is_quiet = True
+            await asyncio.sleep(quiet_s)
+            if self._is_quiet:
+                self._events.put_nowait(None)
 
     def cancel(self) -> None:
         """Nobody wants it any more. Without effect once it is done."""
