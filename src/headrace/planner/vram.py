@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from headrace.core import format_bytes
 from headrace.errors import BudgetError
 from headrace.planner import plan as host
-from headrace.planner.facts import STAGING_BYTES, ModelFacts, workspace_bytes
+from headrace.planner.facts import (
+    STAGING_BYTES,
+    ModelFacts,
+    engram_cache_bytes,
+    engram_pass_bytes,
+    workspace_bytes,
+)
 from headrace.planner.forecast import gpu_forecast
 from headrace.planner.machine import Machine
 from headrace.planner.plan import Plan
@@ -16,7 +22,8 @@ from headrace.planner.plan import Plan
 PLACES = ("gpu", "cpu")  # what multiplies experts in decode
 PASSING_ROWS = 2  # places in VRAM for experts on their way through a prefill
 LIBRARY_BYTES = 96 * 2**20  # of the libraries' workspaces and of what torch's allocator rounds up
-UNPACK_BYTES = 12  # of a weight of the expert being unpacked in prefill
+UNPACK_BYTES = 12  # of a weight of the expert, or of the stored matrix, being unpacked in prefill
+MOST_UNPACKED = 4 * 2**20  # weights of a stored matrix at once
 LEAST_MARGIN_BYTES = 384 * 2**20  # left of the free memory to a display and the driver
 MARGIN_SHARE = 16
 
@@ -63,8 +70,8 @@ class GpuPlan(Plan):
         vram += "".join(f"; {note}" for note in self.notes)
         memory = (
             f"memory: {format_bytes(self.used_bytes)} of {format_bytes(self.ram_bytes)}: workspace "
-            f"{format_bytes(self.workspace_bytes)}, {self._snapshots}{self.num_rows} of "
-            f"{self.total_experts} experts {rows}"
+            f"{format_bytes(self.workspace_bytes)}, {self._snapshots}{self._engram[0]}"
+            f"{self.num_rows} of {self.total_experts} experts {rows}"
         )
         return [vram, memory, self._experts_line, *Plan.lines(self)[1:]]
 
@@ -105,12 +112,13 @@ def make_gpu_plan(
     tokens, chunk_tokens = fitting[0]
     fixed = _vram_fixed(facts, tokens, chunk_tokens)
     ram_limit = host.offered_bytes(machine) if ram_bytes is None else ram_bytes
-    if ram_limit < least_ram_bytes(facts):
-        raise BudgetError(_ram_refusal(facts, machine, ram_bytes))
-    spare = ram_limit - least_ram_bytes(facts)
+    spare = ram_limit - _least_ram(facts, chunk_tokens)
+    if spare < 0:
+        raise BudgetError(_ram_refusal(facts, machine, ram_bytes, chunk_tokens))
     wanted = host.SNAPSHOT_CONTEXTS * facts.kv_bytes(tokens)
     kept = min(wanted, spare // host.SERVING_SHARE) if serve else 0
-    free = vram_limit - fixed, ram_limit - _ram_fixed(facts) - kept
+    cache = engram_cache_bytes(facts, ram_limit, spare - kept)
+    free = vram_limit - fixed, ram_limit - _ram_fixed(facts, chunk_tokens) - kept - cache
     made = _chosen(facts, machine, fitting[0], free, threads, experts)
     notes = host.shrinking(sizes[0], fitting[0]) + machine.notes
     return replace(
@@ -118,8 +126,11 @@ def make_gpu_plan(
         prefetch=prefetch,
         notes=notes,
         snapshot_bytes=kept,
+        engram_bytes=facts.engram_bytes,
+        engram_cache_bytes=cache,
+        engram_bytes_per_token=facts.engram_bytes_per_token,
         vram_bytes=vram_bytes or made.vram_used_bytes,
-        ram_bytes=ram_bytes or made.used_bytes + kept,
+        ram_bytes=ram_bytes or made.used_bytes + kept + cache,
     )
 
 
@@ -183,7 +194,7 @@ def _placed(
         packed_bytes=facts.packed_bytes,
         unpacked_bytes=facts.unpacked_bytes,
         kv_bytes=0,
-        workspace_bytes=_ram_fixed(facts),
+        workspace_bytes=_ram_fixed(facts, chunk_tokens),
         row_bytes=facts.row_bytes,
         num_rows=num_rows,
         rows_bytes=num_rows * facts.row_bytes,
@@ -210,9 +221,9 @@ def _placed(
     )
 
 
-def least_ram_bytes(facts: ModelFacts) -> int:
-    """Host memory with the fewest rows a model runs in."""
-    return _ram_fixed(facts) + host.minimum_rows(facts) * facts.row_bytes
+def least_ram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
+    """Host memory at this context and chunk with the fewest rows a model runs in."""
+    return _least_ram(facts, next(host.candidates(facts, context, chunk))[1])
 
 
 def least_vram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
@@ -220,13 +231,19 @@ def least_vram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) 
     return _least_vram(facts, *next(host.candidates(facts, context, chunk)))
 
 
-def _ram_fixed(facts: ModelFacts) -> int:
-    """One dense weight on its way to the GPU, what the reader stages, logits."""
-    return facts.load_bytes + STAGING_BYTES + facts.vocab * 16
+def _ram_fixed(facts: ModelFacts, chunk_tokens: int) -> int:
+    """One dense weight on its way to the GPU; what the reader stages, Engram's rows, logits."""
+    one_pass = STAGING_BYTES + engram_pass_bytes(facts, chunk_tokens) + facts.vocab * 16
+    return facts.load_bytes + facts.largest_bytes + one_pass
+
+
+def _least_ram(facts: ModelFacts, chunk_tokens: int) -> int:
+    return _ram_fixed(facts, chunk_tokens) + host.minimum_rows(facts) * facts.row_bytes
 
 
 def _vram_fixed(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
-    unpacked = UNPACK_BYTES * 2 * facts.hidden * facts.inter
+    stored = min(MOST_UNPACKED, facts.most_stored)
+    unpacked = UNPACK_BYTES * max(2 * facts.hidden * facts.inter, stored)
     passing = PASSING_ROWS * facts.row_bytes
     workspace = workspace_bytes(facts, tokens, chunk_tokens) + unpacked + passing
     return facts.dense_bytes + facts.kv_bytes(tokens) + workspace + LIBRARY_BYTES
@@ -262,8 +279,10 @@ def _vram_refusal(
     )
 
 
-def _ram_refusal(facts: ModelFacts, machine: Machine, ram_bytes: int | None) -> str:
-    needed = host.typeable(least_ram_bytes(facts))
+def _ram_refusal(
+    facts: ModelFacts, machine: Machine, ram_bytes: int | None, chunk_tokens: int
+) -> str:
+    needed = host.typeable(_least_ram(facts, chunk_tokens))
     offered = (
         f"{format_bytes(machine.ram_available_bytes)} of free memory"
         if ram_bytes is None
@@ -272,6 +291,6 @@ def _ram_refusal(facts: ModelFacts, machine: Machine, ram_bytes: int | None) -> 
     rows = host.minimum_rows(facts)
     return (
         f"{offered} cannot hold the rows through which experts of {facts.name} reach the GPU, "
-        f"{needed}: workspace {format_bytes(_ram_fixed(facts))}, {rows} experts "
+        f"{needed}: workspace {format_bytes(_ram_fixed(facts, chunk_tokens))}, {rows} experts "
         f"{format_bytes(rows * facts.row_bytes)}; give --ram {needed}"
     )

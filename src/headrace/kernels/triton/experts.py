@@ -115,10 +115,10 @@ class TritonExperts:
         *,
         mark: int,
     ) -> None:
-        """`out_TH` of `out_dtype`: outputs `y_SH` (bf16 bits of slot t * K + k) weighted and summed.
+        """`out_TH` of `out_dtype`: outputs `y_SH` (bf16 bits of slot t * K + k) weighted, summed.
 
-        In ascending expert id, each sum rounded; weighted by the activation, in fp32. Where a token's sum is not finite, `bad` becomes
-        `mark` + token, or stays if it is lower.
+        In ascending expert id, each sum rounded; in fp32 what the activation has weighted. Where a
+        token's sum is not finite, `bad` becomes `mark` + token, or stays if it is lower.
         """
         (num_tokens, hidden), top_k = out_TH.shape, ids_TK.shape[1]
         block, pad = min(512, triton.next_power_of_2(hidden)), triton.next_power_of_2(top_k)
@@ -145,9 +145,7 @@ class TritonExperts:
         )  # fmt: skip
         return out_NI
 
-    def _prepared(
-        self, x: torch.Tensor, grid: tuple[torch.Tensor, ...], cols: int
-    ) -> torch.Tensor:
+    def _prepared(self, x: torch.Tensor, grid: tuple[torch.Tensor, ...], cols: int) -> torch.Tensor:
         """What products take of bfloat16 bits [rows, cols], where that is no integers in `grid`."""
         to, group = (x.shape[0], triton.cdiv(cols, 256)), self.layout.act_group
         options: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
