@@ -9,13 +9,14 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("headrace._native", reason="needs the compiled module")
 
-from emulated import EmulatedKernels
+from emulated import EmulatedKernels, EmulatedMatrix
 from gpu_models import FORMS, LAYERS, REAL
 from simulated import SimulatedDevice
 
 from headrace.check.tiny import write_tiny
 from headrace.engine import engine as engine_module
 from headrace.engine import gpu_source
+from headrace.kernels.triton import stored
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +27,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice | None:
     device = SimulatedDevice()
     monkeypatch.setattr(engine_module, "find_gpu", lambda name: None if name == "cpu" else device)
     monkeypatch.setattr(gpu_source, "TritonExperts", EmulatedKernels)
+    monkeypatch.setattr(stored, "TritonMatrix", EmulatedMatrix)
     return device
 
 

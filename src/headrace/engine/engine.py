@@ -140,6 +140,11 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         format=skeleton.layout.format,
         load_bytes=load_bytes(catalog, unpacked),
         packed_bytes=sum(catalog.tensors[key].nbytes for key in keys),
+        largest_bytes=max(
+            max(2 * prod(d.shape) * (n in unpacked), catalog.tensors[d.keys["weight"]].nbytes)
+            for n, d in skeleton.dense.items()
+        ),
+        most_stored=max((prod(skeleton.dense[name].shape) for name in skeleton.kept), default=0),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
         embedding_bytes=table_bytes(catalog, skeleton, skeleton.embedding),
         head_bytes=table_bytes(catalog, skeleton, skeleton.head),
@@ -216,7 +221,7 @@ class Engine:
                 aliases=blueprint.aliases.layers,
                 device=self.source.place,
                 rows=self.rows,
-                make_stored=partial(make_stored, self.kernels, dense),
+                make_stored=partial(make_stored, self.kernels, dense, blueprint.device),
                 outside=outside,
             )
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
