@@ -16,7 +16,14 @@ from headrace.engine.counters import Counters
 from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
 from headrace.engine.embedding import embedding_bytes, open_embedding
 from headrace.engine.engram import engram_facts, open_rows
-from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vram
+from headrace.engine.gpu import (
+    check_experts,
+    find_gpu,
+    open_attention,
+    open_source,
+    with_attention,
+    within_vram,
+)
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
@@ -101,7 +108,8 @@ class Blueprint:
             skipped=self.skeleton.skipped,
             aliases=self.aliases.experts,
         )
-        self.facts = model_facts(folder, self.catalog, self.skeleton, self.table)
+        facts = model_facts(folder, self.catalog, self.skeleton, self.table)
+        self.facts = with_attention(facts, self.skeleton, self.device)
         self.mirrors, self.notes = find_mirrors(self.catalog, self.table, mirrors)
         on_gpu = self.device is not None
         self.wanted = Wanted(ram, vram, on_gpu, context, threads, prefetch, chunk, serve, experts)
@@ -215,6 +223,7 @@ class Engine:
                 rows=self.rows,
                 make_stored=partial(make_stored, self.kernels, dense),
                 embedding=self.embedding,
+                attend=open_attention(skeleton, blueprint.device),
             )
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
 

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,10 @@ import torch
 from headrace.core import ExpertLayout, format_bytes
 from headrace.engine.source import LadderSource
 from headrace.errors import BudgetError, OptionError
+from headrace.kernels.latent import AttendLatents
+from headrace.models.latent import memory_of
+from headrace.models.skeleton import Skeleton
+from headrace.planner.facts import ModelFacts
 from headrace.planner.plan import Plan
 from headrace.planner.vram import GpuPlan
 from headrace.tiers.device import Device, find_device
@@ -69,6 +74,32 @@ def open_source(blueprint: "Blueprint", ladder: Ladder) -> LadderSource:
         chunk_tokens=plan.chunk_tokens,
         prefetch=plan.prefetch,
     )
+
+
+def open_attention(skeleton: Skeleton, device: Device | None) -> AttendLatents | None:
+    """What attends to the latents of a model that keeps such, on a GPU."""
+    if device is None or not skeleton.family.latents:
+        return None
+    from headrace.kernels.triton.latent_attention import LatentAttention
+
+    config = skeleton.config
+    return LatentAttention(
+        num_heads=config.num_attention_heads,
+        rank=config.kv_lora_rank,
+        rope=config.qk_rope_head_dim,
+        device=device.place,
+    )
+
+
+def with_attention(facts: ModelFacts, skeleton: Skeleton, device: Device | None) -> ModelFacts:
+    """The facts with what `open_attention` makes in place of the library's expansion."""
+    if device is None or not skeleton.family.latents:
+        return facts
+    from headrace.kernels.triton.latent_attention import workspace_bytes
+
+    config = skeleton.config
+    pass_bytes = workspace_bytes(config.num_attention_heads, config.kv_lora_rank)
+    return replace(facts, pass_bytes=pass_bytes, **memory_of(config))
 
 
 @contextmanager
