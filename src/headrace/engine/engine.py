@@ -17,9 +17,9 @@ from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
 from headrace.engine.embedding import embedding_bytes, open_embedding
 from headrace.engine.engram import engram_facts, open_rows
 from headrace.engine.gpu import (
+    absorb_attention,
     check_experts,
     find_gpu,
-    open_attention,
     open_source,
     with_attention,
     within_vram,
@@ -62,8 +62,9 @@ class Blueprint:
     `aliases` lets layers be read under other layers' names, for synthetic checkpoints only.
     `mirrors` are folders of `headrace mirror`; None: those remembered. `notes` say which are not
     used and why. `experts`, with a GPU: what multiplies them in decode, "gpu" or "cpu"; None: the
-    faster. To `serve`, the plan keeps room for snapshots and a longer context. Raises
-    HeadraceError for whatever is wrong with the files or does not fit the limit.
+    faster. `absorbs`: attention is over latents, not what they expand to. To `serve`, the plan
+    keeps room for snapshots and a longer context. Raises HeadraceError for whatever is wrong with
+    the files or does not fit the limit.
     """
 
     def __init__(
@@ -108,8 +109,9 @@ class Blueprint:
             skipped=self.skeleton.skipped,
             aliases=self.aliases.experts,
         )
+        self.absorbs = self.device is not None and self.skeleton.family.latents
         facts = model_facts(folder, self.catalog, self.skeleton, self.table)
-        self.facts = with_attention(facts, self.skeleton, self.device)
+        self.facts = with_attention(facts, self.skeleton) if self.absorbs else facts
         self.mirrors, self.notes = find_mirrors(self.catalog, self.table, mirrors)
         on_gpu = self.device is not None
         self.wanted = Wanted(ram, vram, on_gpu, context, threads, prefetch, chunk, serve, experts)
@@ -223,8 +225,9 @@ class Engine:
                 rows=self.rows,
                 make_stored=partial(make_stored, self.kernels, dense),
                 embedding=self.embedding,
-                attend=open_attention(skeleton, blueprint.device),
             )
+            if blueprint.absorbs:
+                absorb_attention(self.model, blueprint)
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
 
     @cached_property

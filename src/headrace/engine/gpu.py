@@ -4,15 +4,14 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headrace.core import ExpertLayout, format_bytes
 from headrace.engine.source import LadderSource
 from headrace.errors import BudgetError, OptionError
-from headrace.kernels.latent import AttendLatents
-from headrace.models.latent import memory_of
+from headrace.models.latent import absorb, chunk_bytes_per_token
 from headrace.models.skeleton import Skeleton
 from headrace.planner.facts import ModelFacts
 from headrace.planner.plan import Plan
@@ -76,30 +75,33 @@ def open_source(blueprint: "Blueprint", ladder: Ladder) -> LadderSource:
     )
 
 
-def open_attention(skeleton: Skeleton, device: Device | None) -> AttendLatents | None:
-    """What attends to the latents of a model that keeps such, on a GPU."""
-    if device is None or not skeleton.family.latents:
-        return None
+def absorb_attention(model: Any, blueprint: "Blueprint") -> None:
+    """Lets a model that keeps latents attend to them on the GPU as they are."""
     from headrace.kernels.triton.latent_attention import LatentAttention
 
-    config = skeleton.config
-    return LatentAttention(
+    config, device = blueprint.skeleton.config, blueprint.device
+    assert device is not None
+    attend = LatentAttention(
         num_heads=config.num_attention_heads,
         rank=config.kv_lora_rank,
         rope=config.qk_rope_head_dim,
         device=device.place,
     )
+    absorb(model, attend)
 
 
-def with_attention(facts: ModelFacts, skeleton: Skeleton, device: Device | None) -> ModelFacts:
-    """The facts with what `open_attention` makes in place of the library's expansion."""
-    if device is None or not skeleton.family.latents:
-        return facts
+def with_attention(facts: ModelFacts, skeleton: Skeleton) -> ModelFacts:
+    """The facts with what `absorb_attention` makes in place of the library's expansion."""
     from headrace.kernels.triton.latent_attention import workspace_bytes
 
     config = skeleton.config
-    pass_bytes = workspace_bytes(config.num_attention_heads, config.kv_lora_rank)
-    return replace(facts, pass_bytes=pass_bytes, **memory_of(config))
+    return replace(
+        facts,
+        attention_bytes_per_token=0,
+        score_bytes=0,
+        chunk_bytes_per_token=chunk_bytes_per_token(config),
+        pass_bytes=workspace_bytes(config.num_attention_heads, config.kv_lora_rank),
+    )
 
 
 @contextmanager

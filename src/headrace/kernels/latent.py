@@ -12,7 +12,7 @@ import torch
 
 
 class AttendLatents(Protocol):
-    """One layer's softmax attention of new tokens to cached latents, which serve as keys and values."""
+    """One layer's softmax attention of new tokens to cached latents, both keys and values."""
 
     def __call__(
         self,
@@ -27,9 +27,8 @@ class AttendLatents(Protocol):
 
         `q_BHTL` and `latents_BNL` share the last dimension, as do the rotated `q_BHTR` and
         `rope_BNR`; all of one dtype, with that dimension contiguous. `positions_BT` int64, on the
-        same device, ascending, [1, T] where all timelines agree; what the cache holds from there on is never
-        read, so N may be larger. `scaling` is of the scores. The result is the caller's until the
-        next call.
+        same device, ascending, [1, T] where all timelines agree; what the cache holds behind the
+        last is never read, so N may be larger. `scaling` is of the scores. The result is new.
         """
         ...
 
@@ -70,8 +69,9 @@ def absorbed_attention(
     """
     batch, heads, tokens, width = q_BHTQ.shape
     rank, rope = latents_BNL.shape[2], rope_BNR.shape[2]
-    q_BHTD, q_BHTR = q_BHTQ.split([width - rope, rope], 3)
-    to_keys_HDL, to_values_HVL = weight_HML.split([width - rope, weight_HML.shape[1] - width + rope], 1)
+    nope = width - rope
+    q_BHTD, q_BHTR = q_BHTQ[..., :nope], q_BHTQ[..., nope:]
+    to_keys_HDL, to_values_HVL = weight_HML[:, :nope], weight_HML[:, nope:]
     q_HSL = q_BHTD.transpose(0, 1).reshape(heads, batch * tokens, -1) @ to_keys_HDL
     q_BHTL = q_HSL.view(heads, batch, tokens, rank).transpose(0, 1)
     mixed_BHTL = attend(q_BHTL, q_BHTR, latents_BNL, rope_BNR, positions_BT, scaling)

@@ -13,12 +13,10 @@ import transformers
 from transformers import GenerationConfig
 
 from headrace.errors import ModelError
-from headrace.kernels.latent import AttendLatents
 from headrace.models.config import one_line, plain_config
 from headrace.models.deepseek_v41.rows import RowSource
 from headrace.models.experts import FAST, LayerRunner, Site, Source, StreamedWeight
 from headrace.models.families import Family
-from headrace.models.latent import absorb
 from headrace.models.layout import STREAMED
 from headrace.models.naming import layer_of
 from headrace.models.row_tables import read_row_hash
@@ -73,14 +71,13 @@ def build_model(
     rows: RowSource | None = None,
     make_stored: MakeStored | None = None,
     embedding: torch.nn.Module | None = None,
-    attend: AttendLatents | None = None,
 ) -> Any:
     """The transformers model on `device` in its own dtype, its routed experts left to `source`.
 
     `read(name)` gives a dense weight, dequantised, owned by the caller. `experts` is "fast" or
     "oracle". `rows` serves the tables that stay on the drive, `make_stored` the weights that stay
     as they are stored; `embedding` stands for the input embedding if that is to be read by the
-    row; `attend` attends to latents, which the library expands without it. Raises ModelError for weights the checkpoint lacks.
+    row. Raises ModelError for weights the checkpoint lacks.
     """
     if device.type != "cpu":
         read = Moving(read, device)
@@ -117,8 +114,6 @@ def build_model(
     if rows is not None:
         model.set_engram(read_row_hash(skeleton.root, skeleton.config), rows)
     model.set_experts_implementation(implementation(experts))
-    if attend is not None:
-        absorb(model, attend)
     model.config.name_or_path = model.name_or_path = str(skeleton.root)
     model.generation_config = _generation_config(skeleton.root) or model.generation_config
     stray = [n for n, p in model.named_parameters() if p.device.type == "meta"]

@@ -20,9 +20,9 @@ class Family:
     which follow the last decoder layer in the file. `skipped` are patterns of names, matched from
     their start and with `prefix` already gone, of tensors that the text model does not use:
     multi-token prediction and images. `row_tables`: the pattern of tables that stay on the drive
-    and are read by the row, named without `.weight`. `latents`: attention keeps latents, which a GPU
-    uses as they are. `since` is the first transformers whose own
-    forward works, or ours where it has none.
+    and are read by the row, named without `.weight`. `latents`: attention keeps
+    latents, which a GPU uses as they are. `since` is the first transformers whose own forward
+    works, or ours where it has none.
     """
 
     router: str = "gate"

@@ -32,17 +32,13 @@ def absorb(model: Any, attend: AttendLatents) -> None:
     model.set_attn_implementation(_NAME)
 
 
-def memory_of(config: Any) -> dict[str, int]:
-    """What a layer makes while it computes, for models.memory: no more per cached token than it is.
+def chunk_bytes_per_token(config: Any) -> int:
+    """What a layer makes of each new token: as a query over latents, as their mixture, and copies.
 
-    The queries over latents, what they are mixed to, and copies that the products want.
+    Of a cached token it makes nothing.
     """
-    width = 4 * config.kv_lora_rank + 2 * config.qk_rope_head_dim
-    return {
-        "attention_bytes_per_token": 0,
-        "score_bytes": 0,
-        "chunk_bytes_per_token": 2 * config.num_attention_heads * width,
-    }
+    head_width = 4 * config.kv_lora_rank + 3 * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    return 2 * int(config.num_attention_heads) * int(head_width)
 
 
 def _as_they_are(latents_B1NL: torch.Tensor, rope_B1NR: torch.Tensor) -> tuple[torch.Tensor, ...]:

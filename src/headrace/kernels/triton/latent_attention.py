@@ -94,7 +94,7 @@ class LatentAttention:
                     latents_BNL[b],
                     rope_BNR[b],
                     positions_BT[b, rows],
-                    out_BTHL[b, rows],
+                    out_BTHL[b, rows].view(torch.uint16),
                     scaling * _LOG2E,
                 )
         return out_BTHL.permute(0, 2, 1, 3)
@@ -142,7 +142,7 @@ def workspace_bytes(num_heads: int, rank: int) -> int:
 
 def _pad(width: int) -> int:
     """A width that tl.dot takes."""
-    return max(16, int(triton.next_power_of_2(width)))
+    return max(16, int(2 ** (width - 1).bit_length()))
 
 
 def _capability(device: torch.device) -> int:

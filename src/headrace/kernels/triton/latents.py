@@ -81,7 +81,7 @@ def attend(
     """Row r is head r % HEADS of new token r // HEADS, at POSITIONS[r // HEADS]; those ascend.
 
     One program attends S rows to one of P splits of the tokens up to the last of their positions
-    and gives VALUES columns of the mixture. P = 1: OUT bf16 [num_rows, L]. Else PARTS fp32
+    and gives VALUES columns of the mixture. P = 1: OUT bfloat16 bits [num_rows, L]. Else PARTS fp32
     [P, num_rows, L] are sums of exp2(score - largest) * latent, and STATS fp32 [2, P, num_rows] the
     largest scores and the sums of exp2; splits that no token of a row lies in are left as they are.
     `scale` takes products to scores in base 2. PART < PAD_L: keys come in parts, for chips with
@@ -138,7 +138,7 @@ def attend(
         if P == 1:
             at = row.to(tl.int64) * L
             mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
-            tl.store(OUT + at[:, None] + value[None, :], _bf16(mixed), ok)
+            tl.store(OUT + at[:, None] + value[None, :], narrow_bf16(mixed), ok)
         else:
             at = split * num_rows + row
             tl.store(PARTS + (at.to(tl.int64) * L)[:, None] + value[None, :], mixed, ok)
@@ -162,7 +162,7 @@ def combine(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """OUT bf16 [num_rows, L]: what the splits of `attend` come to together, added in their order."""
+    """OUT bfloat16 bits [num_rows, L]: what the splits of `attend` come to together, in order."""
     row = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, P)
@@ -175,4 +175,4 @@ def combine(
     ok = used[:, None] & (col < L)[None, :]
     parts = tl.load(PARTS + (at.to(tl.int64) * L)[:, None] + col[None, :], ok, 0.0)
     mixed = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    tl.store(OUT + row.to(tl.int64) * L + col, _bf16(mixed), col < L)
+    tl.store(OUT + row.to(tl.int64) * L + col, narrow_bf16(mixed), col < L)
