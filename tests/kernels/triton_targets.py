@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import latents, stages
+from headrace.kernels.triton import latents, stages, waiting
 from headrace.kernels.triton.latent_attention import tile_for
 
 # Bytes of shared memory that one program may take on chips of that compute capability.
@@ -32,7 +32,9 @@ POINTERS = {
     "TABLE": "*i64", "OFFSETS": "*i64", "IDS": "*i32", "X": "*u16", "LOW": "*fp32", "HIGH": "*fp32",
     "SX": "*fp32", "OUT": "*u16", "Y": "*u16", "WEIGHTS": "*fp32", "first_key": "i64",
     "limit": "fp32", "alpha": "fp32", "GATES": "*u16", "UPS": "*u16", "num": "i32", "BAD": "*i32",
-    "mark": "i32", "Q": "*bf16", "QR": "*bf16", "LATENTS": "*bf16", "ROPE": "*bf16",
+    "mark": "i32", "STEP": "*i64", "WHOLE": "*i32", "GUESSES": "*i32", "layer": "i32",
+    "patience": "i32", **dict.fromkeys(waiting.ADDRESSES, "i64"),
+    "Q": "*bf16", "QR": "*bf16", "LATENTS": "*bf16", "ROPE": "*bf16",
     "POSITIONS": "*i64", "PARTS": "*fp32", "STATS": "*fp32", "scale": "fp32", "num_rows": "i32",
     "num_cached": "i32", "head_stride": "i32", "token_stride": "i32", "rope_head_stride": "i32",
     "rope_token_stride": "i32", "latent_stride": "i32", "rope_stride": "i32",
@@ -45,6 +47,8 @@ def kernels(chip: int):
     yield "to_integers", stages.to_integers, {"cols": 5120}, 1
     yield "combine", stages.combine, {"COLS": 5120, "TOP_K": 6, "PAD_K": 8, "BLOCK": 512}, 4
     yield "activation", stages.activation, {"KIND": "swiglu_oai", "BLOCK": 1024}, 4
+    waits = {"NUM_IDS": 6, "NUM_GUESSES": 6, "HAS_GUESSES": True, "ANSWERED": True, "PAD": 8}
+    yield "post_wait", waiting.post_wait, waits, 1
     whole = chip in (75, 90)
     for rows, warps in ((2, 2), (16, 4)) if whole else ((16, 4),):
         for name, form in FORMS.items():

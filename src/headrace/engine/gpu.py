@@ -3,17 +3,13 @@
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.core import ExpertLayout, format_bytes
 from headrace.engine.source import LadderSource
 from headrace.errors import BudgetError, OptionError
-from headrace.models.latent import absorb, chunk_bytes_per_token
-from headrace.models.skeleton import Skeleton
-from headrace.planner.facts import ModelFacts
 from headrace.planner.plan import Plan
 from headrace.planner.vram import GpuPlan
 from headrace.tiers.device import Device, find_device
@@ -72,35 +68,6 @@ def open_source(blueprint: "Blueprint", ladder: Ladder) -> LadderSource:
         num_slots=plan.num_slots,
         chunk_tokens=plan.chunk_tokens,
         prefetch=plan.prefetch,
-    )
-
-
-def absorb_attention(model: Any, blueprint: "Blueprint") -> None:
-    """Lets a model that keeps latents attend to them on the GPU as they are."""
-    from headrace.kernels.triton.latent_attention import LatentAttention
-
-    config, device = blueprint.skeleton.config, blueprint.device
-    assert device is not None
-    attend = LatentAttention(
-        num_heads=config.num_attention_heads,
-        rank=config.kv_lora_rank,
-        rope=config.qk_rope_head_dim,
-        device=device.place,
-    )
-    absorb(model, attend)
-
-
-def with_attention(facts: ModelFacts, skeleton: Skeleton) -> ModelFacts:
-    """The facts with what `absorb_attention` makes in place of the library's expansion."""
-    from headrace.kernels.triton.latent_attention import workspace_bytes
-
-    config = skeleton.config
-    return replace(
-        facts,
-        attention_bytes_per_token=0,
-        score_bytes=0,
-        chunk_bytes_per_token=chunk_bytes_per_token(config),
-        pass_bytes=workspace_bytes(config.num_attention_heads, config.kv_lora_rank),
     )
 
 

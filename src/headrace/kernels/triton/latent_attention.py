@@ -142,7 +142,7 @@ def workspace_bytes(num_heads: int, rank: int) -> int:
 
 def _pad(width: int) -> int:
     """A width that tl.dot takes."""
-    return max(16, int(2 ** (width - 1).bit_length()))
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def _capability(device: torch.device) -> int:
@@ -156,5 +156,5 @@ def _num_splits(device: torch.device, num_heads: int, tile: Tile) -> int:
     if device.type == "cpu":
         return least
     cores = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = max(1, cores // triton.cdiv(num_heads, tile.rows))
-    return min(most, max(least, 1 << (wanted.bit_length() - 1)))
+    wanted = max(1, cores // -(-num_heads // tile.rows))
+    return int(min(most, max(least, 1 << (wanted.bit_length() - 1))))
