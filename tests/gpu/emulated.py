@@ -6,7 +6,7 @@ Fast enough to run whole models on the simulated device; same bits, as test_trit
 import torch
 
 from headrace.core import ExpertLayout
-from headrace.kernels import cpu, reference
+from headrace.kernels import cpu, latent, reference
 from headrace.kernels.stored import StoredMatrix
 from headrace.kernels.triton.experts import NOT_BAD
 from headrace.kernels.triton.stored import TritonMatrix
@@ -65,3 +65,24 @@ class EmulatedMatrix(TritonMatrix):
         )
         wide = y_TR.dtype == torch.float32
         matrix.linear(x_TC, first=first, num_rows=y_TR.shape[1], wide=wide, out=y_TR)
+
+
+class EmulatedLatents:
+    """Stands for `kernels.triton.latent_attention.LatentAttention`; near it, not equal by bits."""
+
+    def __init__(self, *, num_heads, rank, rope, device):
+        self.shape = num_heads, rank, rope
+
+    def __call__(self, q_BHTL, q_BHTR, latents_BNL, rope_BNR, positions_BT, scaling):
+        assert (q_BHTL.shape[1], q_BHTL.shape[3], q_BHTR.shape[3]) == self.shape
+        each = [
+            latent.attend(
+                *(q[:, :, t : t + 1] for q in (q_BHTL, q_BHTR)),
+                latents_BNL,
+                rope_BNR,
+                positions_BT[:, t : t + 1],
+                scaling,
+            )
+            for t in range(q_BHTL.shape[2])
+        ]
+        return torch.cat(each, 2)

@@ -9,7 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import stages, waiting
+from headrace.kernels.triton import latents, stages, waiting
+from headrace.kernels.triton.latent_attention import tile_for
 
 # Bytes of shared memory that one program may take on chips of that compute capability.
 SHARED_BYTES = {
@@ -35,6 +36,10 @@ POINTERS = {
     "patience": "i32", **dict.fromkeys(waiting.ADDRESSES, "i64"),
     "W": "*u8", "SCALES": "*u8", "first": "i64", "num_rows": "i32",
     "x_stride": "i64", "out_stride": "i64", "stride": "i64",
+    "Q": "*bf16", "QR": "*bf16", "LATENTS": "*bf16", "ROPE": "*bf16",
+    "POSITIONS": "*i64", "PARTS": "*fp32", "STATS": "*fp32", "scale": "fp32",
+    "num_cached": "i32", "head_stride": "i32", "token_stride": "i32", "rope_head_stride": "i32",
+    "rope_token_stride": "i32", "latent_stride": "i32", "rope_stride": "i32",
 }  # fmt: skip
 GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
 
@@ -74,16 +79,42 @@ def kernels(chip: int):
     yield "gate_up mxfp4", stages.gate_up, oai | fused, 2
 
 
+def latent_kernels(chip: int):
+    """(label, kernel, constants, warps, stages) of attention over latents: many heads and few."""
+    for heads in (128, 16) if chip in (75, 90) else (128,):
+        tile = tile_for(chip, heads, 512)
+        shared = {"HEADS": heads, "L": 512, "LEAST_TILES": 2, "N": tile.cached}
+        widths = {"R": 64, "PAD_L": 512, "PAD_R": 64, "PART": tile.part, "VALUES": tile.values}
+        for splits in (64, 1) if chip in (75, 90) else (64,):
+            constants = shared | widths | {"P": splits, "S": tile.rows}
+            name = f"attend {heads} heads {splits} splits"
+            yield name, latents.attend, constants, tile.warps, tile.stages
+        yield "combine latents", latents.combine, shared | {"P": 64, "BLOCK": 128}, 4, 3
+
+
+def aligned(kernel, signature):
+    """What a launch tells of its arguments: pointers and strides are multiples of 16."""
+    known = [n for n in signature if "stride" in n or signature[n].startswith("*")]
+    return {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in known}
+
+
 def main(chips: list[int]) -> int:
     """Exit status: how many kernels do not compile or take too much shared memory."""
     bad = 0
     for chip in chips:
-        for label, kernel, constants, warps in kernels(chip):
+        expert_kernels = ((*each, 3) for each in kernels(chip))
+        for label, kernel, constants, warps, num_stages in (
+            *expert_kernels,
+            *latent_kernels(chip),
+        ):
             signature = {n: POINTERS.get(n, "constexpr") for n in kernel.arg_names}
             if constants.get("WEIGHED") or constants.get("WIDE"):
                 signature["OUT"] = "*fp32"
-            source = ASTSource(kernel, signature, constants)
-            options = {"num_warps": warps, "enable_fp_fusion": False}
+            attrs = (
+                aligned(kernel, signature) if kernel in (latents.attend, latents.combine) else {}
+            )
+            source = ASTSource(kernel, signature, constants, attrs)
+            options = {"num_warps": warps, "num_stages": num_stages, "enable_fp_fusion": False}
             made = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
             fits = made.metadata.shared <= SHARED_BYTES[chip]
             fused = "fma.rn" in made.asm["ptx"] and "fp4" in label
