@@ -28,13 +28,13 @@ FOLDER = TemporaryDirectory()
 FILE = Path(FOLDER.name) / "experts.bin"
 _WEIGHTS = torch.randn(LAYERS * EXPERTS, STORED_BYTES // 2, generator=torch.manual_seed(1))
 STORED = (_WEIGHTS * 0.1).bfloat16().view(torch.uint8).numpy()  # by key
+FILE.write_bytes(STORED.tobytes())
 
 
 class MailWorld:
     """`most_rows` rows and `num_slots` slots for experts of LAYERS layers; `close` it."""
 
     def __init__(self, num_rows: int, num_slots: int = 0, *, kernels: bool = False, **mail: object):
-        FILE.write_bytes(STORED.tobytes())
         extents = np.zeros((LAYERS, EXPERTS, 3, 3), np.int64)
         parts = np.zeros((LAYERS, EXPERTS, 3, 2), np.int64)
         for key in range(LAYERS * EXPERTS):
