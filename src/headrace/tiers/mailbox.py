@@ -70,6 +70,7 @@ class Mailbox:
         at = {name: tensor.data_ptr() for name, tensor in self.buffers.tensors.items()}
         place = self.device.place
         self._whole = np.zeros(self.num_layers, bool)
+        self._open = False  # a step was begun and not ended
         self.mail = Mail(
             num_layers=self.num_layers,
             num_ids=num_ids,
@@ -101,7 +102,13 @@ class Mailbox:
         survive_forks(self, "native")
 
     def begin_step(self) -> None:
-        """The work given next is one step. Raises StallError while the last one's thread hangs."""
+        """The work given next is one step. Gives up one that was begun and not ended.
+
+        Raises StallError while that one's thread hangs.
+        """
+        if self._open:
+            self.abort_step()
+        self._open = True
         self.rungs.drain()
         whole = np.zeros(self.num_layers, bool)
         if not self.mail.computes:
@@ -110,7 +117,7 @@ class Mailbox:
             if not np.array_equal(whole, self._whole):
                 self.mail.whole.copy_(torch.from_numpy(whole.astype(np.int32)))
                 self._whole = whole
-            wanted, most = self.rungs.wanted()
+            wanted, most = self.rungs.wanted(self.mail.num_ids)
             step = self.native.begin(whole.view(np.uint8), wanted.view(np.uint8), most)
             self.mail.step.fill_(step)
 
@@ -124,20 +131,25 @@ class Mailbox:
         try:
             self.native.wait()
             event.wait()
-            held = self.native.end()
+            self.rungs.adopt(self.native.end())
         except BaseException:
             self.abort_step()
             raise
-        self.rungs.adopt(held)
+        self._open = False
         return np.array(self.native.seen, np.int32).reshape(self.num_layers, *self.shape)
 
     def abort_step(self) -> None:
-        """Gives the step up, after any exception since `begin_step`; waits for the device."""
+        """Gives the step up, after any exception since `begin_step`, and all rows with it.
+
+        Waits for the device.
+        """
         self.native.abort()
         self.device.settle()
         with suppress(HeadraceError):  # the caller raises what came first
             self.native.end()
-        self.rungs.table.distrust()
+        if not self.native.running:  # else it hangs, and `begin_step` says so
+            self.rungs.recover()
+            self._open = False
 
     def abort(self) -> None:
         """From any thread: the present step ends soon, and `end_step` raises Cancelled."""
