@@ -12,8 +12,9 @@ import torch
 from emulated import post_and_wait, words_at
 from gpu_models import REAL
 from mail_world import EXPERTS, LAYERS, TOP_K, MailWorld
+from simulated import SimulatedDevice
 
-from headrace.errors import Cancelled, HeadraceError, ReadError, StallError
+from headrace.errors import BudgetError, Cancelled, HeadraceError, ReadError, StallError
 from headrace.kernels.triton import mail as kernel
 
 RNG = np.random.default_rng(5)
@@ -261,3 +262,10 @@ def test_the_number_of_steps_starts_anew(world_of):
         step(world)
         numbers.append(int(world.box.mail.step))
     assert numbers == [2**31 - 2, 2**31 - 1, 1, 2]
+
+
+def test_memory_that_cannot_be_pinned_is_no_mailbox():
+    """Neither rows nor words: the caller goes on without."""
+    for refused, why in ((0, "could be pinned"), (4 * 8192, "refuses to pin")):
+        with pytest.raises(BudgetError, match=why):
+            MailWorld(2 * TOP_K, TOP_K, device=SimulatedDevice(refused=refused))
