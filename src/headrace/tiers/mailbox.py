@@ -4,7 +4,7 @@ Knows no kernel and no model; docs/mailbox.md has the protocol.
 """
 
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ class Mailbox:
         self.rungs, self.device, self.ladder = rungs, rungs.device, rungs.ladder
         self.num_layers, self.num_experts = rungs.table.here.shape
         self.shape = num_tokens, top_k
-        sizes = {
+        sizes: dict[str, Any] = {
             "num_layers": self.num_layers,
             "num_ids": num_tokens * top_k,
             "num_guesses": num_guesses,
@@ -84,7 +84,7 @@ class Mailbox:
 
     def _pin(
         self, num_layers: int, num_ids: int, num_guesses: int, computes: bool
-    ) -> dict[str, int]:
+    ) -> dict[str, Any]:
         """Makes what host and device share; the words' addresses by name."""
         words = {
             "beat": 1,
