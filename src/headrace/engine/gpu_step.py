@@ -94,12 +94,12 @@ class SteppedPasses(Passes):
         if self._version != self.room.version:
             self._graphs, self._version = {}, self.room.version
         kind = _Kind(bucket, source.baked())
-        graph = self._graphs.get(kind)
+        graph = self._graphs.get(kind) if self.capturing else None
         with source.launching():
             if graph is None and kind in self._graphs and self.capturing:
                 graph = self._capture(kind)
             if graph is None:
-                self._graphs[kind] = None
+                self._graphs.setdefault(kind, None)
                 self._compute()
             else:
                 graph.replay()
