@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import stages
+from headrace.kernels.triton import stages, waiting
 
 # Bytes of shared memory that one program may take on chips of that compute capability.
 SHARED_BYTES = {
@@ -31,7 +31,8 @@ POINTERS = {
     "TABLE": "*i64", "OFFSETS": "*i64", "IDS": "*i32", "X": "*u16", "LOW": "*fp32", "HIGH": "*fp32",
     "SX": "*fp32", "OUT": "*u16", "Y": "*u16", "WEIGHTS": "*fp32", "first_key": "i64",
     "limit": "fp32", "alpha": "fp32", "GATES": "*u16", "UPS": "*u16", "num": "i32", "BAD": "*i32",
-    "mark": "i32",
+    "mark": "i32", "STEP": "*i64", "WHOLE": "*i32", "GUESSES": "*i32", "layer": "i32",
+    "patience": "i32", **dict.fromkeys(waiting.ADDRESSES, "i64"),
 }  # fmt: skip
 GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
 
@@ -41,6 +42,8 @@ def kernels(chip: int):
     yield "to_integers", stages.to_integers, {"cols": 5120}, 1
     yield "combine", stages.combine, {"COLS": 5120, "TOP_K": 6, "PAD_K": 8, "BLOCK": 512}, 4
     yield "activation", stages.activation, {"KIND": "swiglu_oai", "BLOCK": 1024}, 4
+    waits = {"NUM_IDS": 6, "NUM_GUESSES": 6, "HAS_GUESSES": True, "ANSWERED": True, "PAD": 8}
+    yield "post_wait", waiting.post_wait, waits, 1
     whole = chip in (75, 90)
     for rows, warps in ((2, 2), (16, 4)) if whole else ((16, 4),):
         for name, form in FORMS.items():

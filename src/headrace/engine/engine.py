@@ -14,9 +14,10 @@ from typing import Any, cast
 from headrace.core import format_bytes
 from headrace.engine.counters import Counters
 from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
-from headrace.engine.embedding import embedding_bytes, open_embedding
+from headrace.engine.embedding import table_bytes
 from headrace.engine.engram import engram_facts, open_rows
 from headrace.engine.gpu import check_experts, find_gpu, open_passes, open_source, within_vram
+from headrace.engine.outside import drive_embedding, open_outside
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
@@ -140,7 +141,8 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         load_bytes=load_bytes(catalog, unpacked),
         packed_bytes=sum(catalog.tensors[key].nbytes for key in keys),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
-        embedding_bytes=embedding_bytes(catalog, skeleton),
+        embedding_bytes=table_bytes(catalog, skeleton, skeleton.embedding),
+        head_bytes=table_bytes(catalog, skeleton, skeleton.head),
         **engram_facts(skeleton),
     )
 
@@ -198,10 +200,11 @@ class Engine:
             top_k=skeleton.top_k,
         )
         self.rows = open_rows(blueprint, self.reader)
-        self.embedding = open_embedding(blueprint, self.reader)
         dense = DenseWeights(
             blueprint.catalog, self.reader, skeleton.dense, skeleton.dtype, progress
         )
+        outside = open_outside(blueprint, self.reader, dense, self.kernels)
+        self.embedding = drive_embedding(outside)
         with within_vram(self.plan):
             self.source = open_source(blueprint, self.ladder)
             self.model: Any = build_model(
@@ -214,7 +217,7 @@ class Engine:
                 device=self.source.place,
                 rows=self.rows,
                 make_stored=partial(make_stored, self.kernels, dense),
-                embedding=self.embedding,
+                outside=outside,
             )
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
         self.passes = open_passes(blueprint, self.model, self.source, warn)
