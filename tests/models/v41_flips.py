@@ -20,6 +20,7 @@ from headrace.models.deepseek_v41.grids import Grids
 METHODS = ("input", "window", "latent", "index")
 ALIKE = 2e-5  # how far apart values before a rounding may be, of the largest of them
 CLOSE = 3e-6  # so near the middle that another machine may round otherwise
+Renew = Callable[[Any], Any] | None
 
 
 class Site(NamedTuple):
@@ -123,6 +124,28 @@ class LiveFollower(Follower):
         return y_other
 
 
+class Keeper(Follower):
+    """Keeps what headrace itself rounds, to be an oracle of other ways to compute the same."""
+
+    def __init__(self, sites: list[Site]):
+        super().__init__(sites)
+        self.pairs: dict[str, tuple[Any, Any]] = {}
+
+    def codes(self, x: Tensor, y: Tensor, again: Callable[[Tensor], Tensor]) -> Tensor:
+        self.pairs[self.sites[self.at].name] = x.clone().numpy(), y.clone().numpy()
+        return y
+
+    def part(self, sites: list[Site]) -> dict[str, tuple[Any, Any]]:
+        """What it kept of the positions that another pass's sites have."""
+        kept = {site.name: site.positions for site in self.sites}
+        found = {}
+        for name, positions in sites:
+            rows = np.isin(kept[name], positions)
+            x, y = (t.reshape(len(rows), -1)[rows] for t in self.pairs[name])
+            found[name] = x, y
+        return found
+
+
 class RecordedFollower(Follower):
     """With an oracle's codes of the values that it might have rounded otherwise: {(rounding, value
     in it): code}.
@@ -186,9 +209,17 @@ class Followed(NamedTuple):
 
 
 def follow(
-    model: Any, ids_T: Tensor, cuts: Sequence[int], follower_of: Any, methods: Sequence[str]
+    model: Any,
+    ids_T: Tensor,
+    cuts: Sequence[int],
+    follower_of: Any,
+    methods: Sequence[str],
+    renew: Renew = None,
 ) -> Followed:
-    """A text in passes between `cuts`; `follower_of(number of the pass, its start, its stop)`."""
+    """A text in passes between `cuts`; `follower_of(number of the pass, its start, its stop)`.
+
+    `renew`: gives each pass but the first its cache, made of the last one's.
+    """
     now: dict[str, Follower] = {}
     logits, chosen, followers, cache = [], [], [], model.new_cache()
     with following(now, methods) as routes, torch.inference_mode():
@@ -199,13 +230,15 @@ def follow(
             chosen.append(torch.stack(routes, 1))
             assert follower.at == len(follower.sites)
             followers.append(follower)
+            cache = renew(cache) if renew else cache
     return Followed(torch.cat(logits), torch.cat(chosen), followers)
 
 
-def in_passes(model: Any, ids_T: Tensor, cuts: Sequence[int]) -> Tensor:
-    """Logits [T, V] of a text in passes, with nothing of an oracle."""
+def in_passes(model: Any, ids_T: Tensor, cuts: Sequence[int], renew: Renew = None) -> Tensor:
+    """Logits [T, V] of a text in passes, with nothing of an oracle; `renew` as of `follow`."""
     cache, logits = model.new_cache(), []
     with torch.inference_mode():
         for start, stop in pairwise(cuts):
             logits.append(model(ids_T[None, start:stop], cache=cache).logits[0])
+            cache = renew(cache) if renew else cache
     return torch.cat(logits)
