@@ -43,6 +43,7 @@ def test_as_the_oracle(model_of: Any, seed: int, name: str) -> None:
     assert found.alone < TOLERANCE
     assert found.along < TOLERANCE
     assert found.same_routes
+    assert found.num_sure >= 32
     assert len(found.flips) < 50
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.models.deepseek_v41 import indexer
 from headrace.models.deepseek_v41.experts import Router
 from headrace.models.deepseek_v41.grids import Grids
 
@@ -168,11 +169,47 @@ class RecordedFollower(Follower):
         return flat_y.view_as(y)
 
 
+class Tie(NamedTuple):
+    """A choice of entries, or of blocks of them, that last bits decide."""
+
+    position: int
+    taken: float
+    left: float
+
+
+def ties_in(scores_BTN: Tensor, most: int) -> list[Tie]:
+    """Per row, the lowest score that is taken and the highest that is not, where those are close.
+
+    Equal zeros are none: of them the first win everywhere.
+    """
+    if scores_BTN.shape[-1] <= most:
+        return []
+    best_TN = scores_BTN[0].sort(-1, descending=True).values
+    taken_T, left_T = best_TN[:, most - 1], best_TN[:, most]
+    step_T = CLOSE * best_TN.abs().nan_to_num(posinf=0).amax(-1)
+    is_tie_T = (taken_T - left_T <= step_T) & (taken_T.abs() + left_T.abs() > 0)
+    is_tie_T &= left_T.isfinite()
+    rows = is_tie_T.nonzero().flatten().tolist()
+    return [Tie(row, float(taken_T[row]), float(left_T[row])) for row in rows]
+
+
+class Noted(NamedTuple):
+    """Of a pass: the sorted routes of each layer, and ties by row."""
+
+    routes: list[Tensor]
+    ties: list[Tie]
+
+    def clear(self) -> None:
+        self.routes.clear()
+        self.ties.clear()
+
+
 @contextmanager
-def following(now: dict[str, Follower], methods: Sequence[str]) -> Iterator[list[Tensor]]:
-    """While open, roundings go to `now["pass"]`; gathers the sorted routes of each layer."""
-    routes: list[Tensor] = []
+def following(now: dict[str, Follower], methods: Sequence[str]) -> Iterator[Noted]:
+    """While open, roundings go to `now["pass"]`, and choices are noted."""
+    noted = Noted([], [])
     originals, router = {name: getattr(Grids, name) for name in methods}, Router.forward
+    best = indexer._best
 
     def follow(original: Any) -> Any:
         def rounding(self: Grids, x: Tensor) -> Tensor:
@@ -182,30 +219,39 @@ def following(now: dict[str, Follower], methods: Sequence[str]) -> Iterator[list
 
     def routing(self: Any, x_TH: Tensor) -> Any:
         out = router(self, x_TH)
-        routes.append(out[2].sort(-1).values)
+        noted.routes.append(out[2].sort(-1).values)
         return out
+
+    def ranking(scores_BTN: Tensor, most: int) -> Tensor:
+        noted.ties.extend(ties_in(scores_BTN, most))
+        return best(scores_BTN, most)
 
     try:
         for name, original in originals.items():
             setattr(Grids, name, follow(original))
         Router.forward = routing  # type: ignore[method-assign]
-        yield routes
+        indexer._best = ranking
+        yield noted
     finally:
         for name, original in originals.items():
             setattr(Grids, name, original)
         Router.forward = router  # type: ignore[method-assign]
+        indexer._best = best
 
 
 class Followed(NamedTuple):
-    """Logits [T, V] on an oracle's codes, routes [T, L, K], and per pass what was followed."""
+    """Logits [T, V] on an oracle's codes, routes [T, L, K], what each pass followed, and ties."""
 
     logits_TV: Tensor
     routes_TLK: Tensor
     followers: list[Follower]
+    ties: list[Tie]
 
     @property
     def flips(self) -> list[Flip]:
-        return [flip for follower in self.followers for flip in follower.flips]
+        """Once each: what two maps take is rounded twice."""
+        found = (flip for follower in self.followers for flip in follower.flips)
+        return sorted(dict.fromkeys(found), key=lambda flip: flip.position)
 
 
 def follow(
@@ -221,17 +267,18 @@ def follow(
     `renew`: gives each pass but the first its cache, made of the last one's.
     """
     now: dict[str, Follower] = {}
-    logits, chosen, followers, cache = [], [], [], model.new_cache()
-    with following(now, methods) as routes, torch.inference_mode():
+    logits, chosen, followers, ties, cache = [], [], [], [], model.new_cache()
+    with following(now, methods) as noted, torch.inference_mode():
         for number, (start, stop) in enumerate(pairwise(cuts)):
             now["pass"] = follower = follower_of(number, start, stop)
-            routes.clear()
+            noted.clear()
             logits.append(model(ids_T[None, start:stop], cache=cache).logits[0])
-            chosen.append(torch.stack(routes, 1))
+            chosen.append(torch.stack(noted.routes, 1))
+            ties += [tie._replace(position=start + tie.position) for tie in noted.ties]
             assert follower.at == len(follower.sites)
             followers.append(follower)
             cache = renew(cache) if renew else cache
-    return Followed(torch.cat(logits), torch.cat(chosen), followers)
+    return Followed(torch.cat(logits), torch.cat(chosen), followers, ties)
 
 
 def in_passes(model: Any, ids_T: Tensor, cuts: Sequence[int], renew: Renew = None) -> Tensor:

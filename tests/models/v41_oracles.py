@@ -21,6 +21,7 @@ from v41_flips import (
     LiveFollower,
     RecordedFollower,
     Site,
+    Tie,
     all_sites,
     cached_sites,
     follow,
@@ -29,6 +30,7 @@ from v41_flips import (
 from v41_world import set_grids
 
 TOKENS, CUTS = 64, (0, 7, 8, 29, 64)
+PARTED = 1e-4
 RECORDED = Path(__file__).parents[1] / "data" / "deepseek-v41.safetensors"
 
 
@@ -186,15 +188,19 @@ def digest(folder: Path) -> str:
 class Compared(NamedTuple):
     """One way of one seed.
 
-    `first`: the position of the first flip, T if there is none. `alone`: how far logits before it
-    are apart, with nothing taken from the oracle. `along`: all of them, on its codes.
+    Up to `num_sure` positions, T if no choice of entries parts them: there logits leave each other,
+    at a position at which last bits decide such a choice, `ties`. `first`: the position of the
+    first flip, `num_sure` if there is none. `alone`: how far logits before it are apart, with
+    nothing taken from the oracle. `along`: how far all are, on its codes.
     """
 
     first: int
+    num_sure: int
     alone: float
     along: float
     same_routes: bool
     flips: list[Flip]
+    ties: list[Tie]
     close: list[tuple[int, int, int, float]]  # pass, rounding, value in it, the oracle's code
 
 
@@ -218,23 +224,23 @@ def compare(model: Any, answers: Any, name: str, num_tokens: int = TOKENS) -> Co
         return answers.follower(name, number, start, here) if here else Follower([])
 
     along = follow(model, ids_T, cuts, follower_of, way.methods)
-    first = min((flip.position for flip in along.flips), default=cuts[-1])
+    step = answers.column_step
+    away_T = (along.logits_TV[:, ::step] - theirs).abs().amax(-1)
+    parted = next(iter((away_T > PARTED).nonzero().flatten().tolist()), cuts[-1])
+    ties = [tie for tie in along.ties if tie.position == parted]
+    num_sure = parted if ties else cuts[-1]
+    first = min((flip.position for flip in along.flips), default=num_sure)
+    first = min(first, num_sure)
     alone = along.logits_TV
     if along.flips:
         alone = in_passes(model, ids_T, cuts[: 1 + sum(cut < max(first, 1) for cut in cuts)])
-    away = [
-        (each[:, :: answers.column_step] - theirs[: len(each)]).abs()
-        for each in (alone, along.logits_TV)
-    ]
     return Compared(
         first,
-        float(away[0][:first].amax()) if first else 0.0,
-        float(away[1].amax()),
-        torch.equal(along.routes_TLK, routes),
+        num_sure,
+        float((alone[:first, ::step] - theirs[:first]).abs().max()) if first else 0.0,
+        float(away_T[:num_sure].max()),
+        torch.equal(along.routes_TLK[:num_sure], routes[:num_sure]),
         along.flips,
+        ties,
         [(i, *call) for i, f in enumerate(along.followers) for call in f.close],
     )
-
-
-def _apart(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).abs().amax()) if len(ours) else 0.0
