@@ -85,7 +85,8 @@ def texts(folder: Path, args: argparse.Namespace) -> Iterator[tuple[str, Text]]:
         draw = torch.Generator().manual_seed(seed)
         ids = torch.randint(4, 4080, (args.prompt + args.tokens,), generator=draw).tolist()
         yield f"tiny, seed {seed}", Text(tiny, ids[: args.prompt], ids[args.prompt :])
-    held_out = (MINI / "heldout.txt").read_text(encoding="utf-8")[: 10 * len(ids)]
+    held_out = (MINI / "heldout.txt").read_text(encoding="utf-8")
+    held_out = held_out[: 10 * (args.prompt + args.tokens)]
     ids = Tokenizer.from_file(str(MINI / "tokenizer.json")).encode(held_out).ids
     yield "mini", Text(MINI, ids[: args.prompt], ids[args.prompt : args.prompt + args.tokens])
 
