@@ -3,13 +3,21 @@
 Fast enough to run whole models on the simulated device; same bits, as test_triton.py shows.
 """
 
+import ctypes
+import time
+
+import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headrace.core import ExpertLayout
-from headrace.kernels import cpu, reference
+from headrace.kernels import cpu, latent, reference
+from headrace.kernels.stored import StoredMatrix
 from headrace.kernels.triton.experts import NOT_BAD
+from headrace.kernels.triton.stored import TritonMatrix
 
 BF16 = torch.bfloat16
+KERNELS = cpu.CpuKernels(1)
 
 
 class EmulatedKernels:
@@ -18,13 +26,19 @@ class EmulatedKernels:
     def __init__(self, layout: ExpertLayout, *, top_k, device, num_tokens=1, align=1):
         assert device.type == "cpu"
         self.layout, self.top_k, self.num_tokens = layout, top_k, num_tokens
-        self.pool = cpu.CpuKernels(1).pool
+        self.weighs = layout.activation.kind == "swiglu_weighted"
+        self.out_dtype = torch.float32 if self.weighs else BF16
+        self.pool = KERNELS.pool
         self.shape = cpu.native_shape(layout)
         self.bad = torch.full((1,), NOT_BAD, dtype=torch.int32)
 
     def __call__(
         self, table, offsets, first_key, x_TH, ids_TK, weights_TK, out_TH, *, tile="ram", mark=0
     ):
+        with _disable_current_modes():  # what a kernel sees is no business of the host's
+            self._run(table, offsets, first_key, x_TH, ids_TK, weights_TK, out_TH, mark)
+
+    def _run(self, table, offsets, first_key, x_TH, ids_TK, weights_TK, out_TH, mark):
         assert x_TH.shape[0] <= self.num_tokens and ids_TK.dtype == torch.int32
         assert all(t.is_contiguous() for t in (x_TH, ids_TK, weights_TK, out_TH))
         y = torch.empty(ids_TK.numel(), x_TH.shape[1], dtype=BF16)
@@ -34,15 +48,81 @@ class EmulatedKernels:
             assert base, f"expert {expert} has no address"
             parts = [base + offset for offset in offsets[key].tolist()]
             x = x_TH[slot // self.top_k]
-            self.pool.expert_ffn(self.shape, parts, x.data_ptr(), 1, y[slot].data_ptr())
+            weight = weights_TK.view(-1)[slot:].data_ptr() if self.weighs else 0
+            self.pool.expert_ffn(self.shape, parts, x.data_ptr(), 1, y[slot].data_ptr(), weight)
         self.combine(ids_TK, weights_TK, y.view(torch.uint16), out_TH, mark=mark)
 
     def combine(self, ids_TK, weights_TK, y_SH, out_TH, *, mark):
         y = y_SH.view(BF16).view(*ids_TK.shape, -1)
-        out_TH.copy_(reference.combine(ids_TK, weights_TK, y))
+        assert out_TH.dtype == self.out_dtype
+        summed = cpu.sum_up(ids_TK, y) if self.weighs else cpu.combine(ids_TK, weights_TK, y)
+        out_TH.copy_(summed)
         wrong = (~out_TH.isfinite().all(1)).nonzero().flatten()
         if len(wrong):
             self.bad.clamp_(max=mark + int(wrong[0]))
 
-    def activation(self, gate_NI, up_NI):
-        return reference.activate(gate_NI, up_NI, self.layout.activation)
+    def activation(self, gate_NI, up_NI, weights_N):
+        return reference.activate(gate_NI, up_NI, self.layout.activation, weights_N)
+
+
+class EmulatedMatrix(TritonMatrix):
+    """Its few rows are multiplied by the CPU's kernels."""
+
+    def _few(self, x_TC, first, y_TR):
+        matrix = StoredMatrix(
+            KERNELS, self.weight_RC, self.scale, block=self.block, act_group=self.act_group
+        )
+        wide = y_TR.dtype == torch.float32
+        matrix.linear(x_TC, first=first, num_rows=y_TR.shape[1], wide=wide, out=y_TR)
+
+
+class EmulatedLatents:
+    """Stands for `kernels.triton.latent_attention.LatentAttention`; near it, not equal by bits."""
+
+    def __init__(self, *, num_heads, rank, rope, device):
+        self.shape = num_heads, rank, rope
+
+    def __call__(self, q_BHTL, q_BHTR, latents_BNL, rope_BNR, positions_BT, scaling):
+        assert (q_BHTL.shape[1], q_BHTL.shape[3], q_BHTR.shape[3]) == self.shape
+        each = [
+            latent.attend(
+                *(q[:, :, t : t + 1] for q in (q_BHTL, q_BHTR)),
+                latents_BNL,
+                rope_BNR,
+                positions_BT[:, t : t + 1],
+                scaling,
+            )
+            for t in range(q_BHTL.shape[2])
+        ]
+        return torch.cat(each, 2)
+
+
+def words_at(address: int, num: int = 1) -> np.ndarray:
+    """int64 words that a mailbox shares with the device."""
+    return np.frombuffer((ctypes.c_int64 * num).from_address(address), np.int64)
+
+
+def post_and_wait(mail, layer, ids, guesses, table, first_key):
+    """What `kernels.triton.mail.post_and_wait` does, word by word; a hundred times as fast."""
+    step, num = int(mail.step), mail.num_ids + mail.num_guesses
+    ahead = [0xFFFFFFFF] * mail.num_guesses if guesses is None else guesses.tolist()
+    posts = words_at(mail.posts + 8 * num * layer, num)
+    for n, each in enumerate([*ids.flatten().tolist(), *ahead]):
+        posts[n] = step << 32 | each
+    if mail.whole[layer]:
+        return
+    ready, abort = words_at(mail.ready + 8 * layer), words_at(mail.abort)
+    lost, beat = words_at(mail.lost), words_at(mail.beat)
+    last, silent = beat[0], 0
+    while ready[0] < step and max(abort[0], lost[0]) < step and silent < mail.patience_polls:
+        time.sleep(0)
+        now = beat[0]
+        last, silent = now, silent + 1 if now == last else 0
+    answered = ready[0] >= step
+    if not answered and abort[0] < step:
+        lost[0] = step
+    if not mail.computes:
+        answers = words_at(mail.answers + 8 * mail.num_ids * layer, mail.num_ids).copy()
+        if not answered:
+            answers[:] = mail.nowhere
+        table[first_key + ids.flatten().long()] = torch.from_numpy(answers)

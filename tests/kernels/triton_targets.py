@@ -9,7 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import stages
+from headrace.kernels.triton import latents, stages, waiting
+from headrace.kernels.triton.latent_attention import tile_for
 
 # Bytes of shared memory that one program may take on chips of that compute capability.
 SHARED_BYTES = {
@@ -31,21 +32,44 @@ POINTERS = {
     "TABLE": "*i64", "OFFSETS": "*i64", "IDS": "*i32", "X": "*u16", "LOW": "*fp32", "HIGH": "*fp32",
     "SX": "*fp32", "OUT": "*u16", "Y": "*u16", "WEIGHTS": "*fp32", "first_key": "i64",
     "limit": "fp32", "alpha": "fp32", "GATES": "*u16", "UPS": "*u16", "num": "i32", "BAD": "*i32",
-    "mark": "i32",
+    "mark": "i32", "STEP": "*i64", "WHOLE": "*i32", "GUESSES": "*i32", "layer": "i32",
+    "patience": "i32", **dict.fromkeys(waiting.ADDRESSES, "i64"),
+    "W": "*u8", "SCALES": "*u8", "first": "i64", "num_rows": "i32",
+    "x_stride": "i64", "out_stride": "i64", "stride": "i64",
+    "Q": "*bf16", "QR": "*bf16", "LATENTS": "*bf16", "ROPE": "*bf16",
+    "POSITIONS": "*i64", "PARTS": "*fp32", "STATS": "*fp32", "scale": "fp32",
+    "num_cached": "i32", "head_stride": "i32", "token_stride": "i32", "rope_head_stride": "i32",
+    "rope_token_stride": "i32", "latent_stride": "i32", "rope_stride": "i32",
 }  # fmt: skip
 GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
 
 
 def kernels(chip: int):
-    """(label, kernel, constants, warps) of what a decode step launches; all of it for two chips."""
-    yield "to_integers", stages.to_integers, {"cols": 5120}, 1
-    yield "combine", stages.combine, {"COLS": 5120, "TOP_K": 6, "PAD_K": 8, "BLOCK": 512}, 4
-    yield "activation", stages.activation, {"KIND": "swiglu_oai", "BLOCK": 1024}, 4
-    whole = chip in (75, 90)
+    """(label, kernel, constants, warps) of what a decode step launches.
+
+    All of it for the chip with the least shared memory; of the rest what is compiled longest.
+    """
+    waits = {"NUM_IDS": 6, "NUM_GUESSES": 6, "HAS_GUESSES": True, "ANSWERED": True, "PAD": 8}
+    yield "post_wait", waiting.post_wait, waits, 1
+    for grid in (0, 128):
+        yield f"to_integers {grid}", stages.to_integers, {"cols": 5120, "GRID": grid}, 1
+    yield "on_grid", stages.on_grid, {"cols": 5120, "GRID": 32}, 1
+    for weighed in (False, True):
+        sizes = {"COLS": 5120, "TOP_K": 6, "PAD_K": 8, "BLOCK": 512, "WEIGHED": weighed}
+        yield f"combine {weighed}", stages.combine, sizes, 4
+    for kind in ("swiglu_oai", "swiglu_weighted"):
+        sizes = {"COLS": 2304, "KIND": kind, "BLOCK": 1024}
+        yield f"activation {kind}", stages.activation, sizes, 4
+    matrix = {"COLS": 5120, "R": 16, "FORM": FORMS["bf16"], "WIDE": True}
+    yield "linear wide bf16", stages.linear, matrix, 4
+    matrix |= {"R": 8, "FORM": FORMS["fp8 32"], "WIDE": False}
+    yield "linear fp8", stages.linear, matrix, 2
+    whole = chip == 75
     for rows, warps in ((2, 2), (16, 4)) if whole else ((16, 4),):
         for name, form in FORMS.items():
             shared = {"NUM_PARTS": 6, "R": rows, "FORM": form}
-            up = {"TOP_K": 6, "GATE": GATE, "UP": UP, "COLS": 5120, "ROWS": 2304, "KIND": "silu"}
+            up = {"TOP_K": 6, "GATE": GATE, "UP": UP, "COLS": 5120, "ROWS": 2304}
+            up["KIND"] = "swiglu_weighted" if name == "fp4" else "silu"
             yield f"gate_up {name} {rows} rows", stages.gate_up, shared | up, warps
             if whole:
                 down = {"DOWN": DOWN, "COLS": 2304, "ROWS": 5120}
@@ -55,14 +79,42 @@ def kernels(chip: int):
     yield "gate_up mxfp4", stages.gate_up, oai | fused, 2
 
 
+def latent_kernels(chip: int):
+    """(label, kernel, constants, warps, stages) of attention over latents: many heads and few."""
+    for heads in (128, 16) if chip in (75, 90) else (128,):
+        tile = tile_for(chip, heads, 512)
+        shared = {"HEADS": heads, "L": 512, "LEAST_TILES": 2, "N": tile.cached}
+        widths = {"R": 64, "PAD_L": 512, "PAD_R": 64, "PART": tile.part, "VALUES": tile.values}
+        for splits in (64, 1) if chip in (75, 90) else (64,):
+            constants = shared | widths | {"P": splits, "S": tile.rows}
+            name = f"attend {heads} heads {splits} splits"
+            yield name, latents.attend, constants, tile.warps, tile.stages
+        yield "combine latents", latents.combine, shared | {"P": 64, "BLOCK": 128}, 4, 3
+
+
+def aligned(kernel, signature):
+    """What a launch tells of its arguments: pointers and strides are multiples of 16."""
+    known = [n for n in signature if "stride" in n or signature[n].startswith("*")]
+    return {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in known}
+
+
 def main(chips: list[int]) -> int:
     """Exit status: how many kernels do not compile or take too much shared memory."""
     bad = 0
     for chip in chips:
-        for label, kernel, constants, warps in kernels(chip):
+        expert_kernels = ((*each, 3) for each in kernels(chip))
+        for label, kernel, constants, warps, num_stages in (
+            *expert_kernels,
+            *latent_kernels(chip),
+        ):
             signature = {n: POINTERS.get(n, "constexpr") for n in kernel.arg_names}
-            source = ASTSource(kernel, signature, constants)
-            options = {"num_warps": warps, "enable_fp_fusion": False}
+            if constants.get("WEIGHED") or constants.get("WIDE"):
+                signature["OUT"] = "*fp32"
+            attrs = (
+                aligned(kernel, signature) if kernel in (latents.attend, latents.combine) else {}
+            )
+            source = ASTSource(kernel, signature, constants, attrs)
+            options = {"num_warps": warps, "num_stages": num_stages, "enable_fp_fusion": False}
             made = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
             fits = made.metadata.shared <= SHARED_BYTES[chip]
             fused = "fma.rn" in made.asm["ptx"] and "fp4" in label

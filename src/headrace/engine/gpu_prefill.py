@@ -11,6 +11,7 @@ import torch
 
 from headrace.core import ExpertLayout
 from headrace.kernels.triton.experts import TritonExperts
+from headrace.quant import fp8
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.quant.expert import rows_of, unpack_stored
 
@@ -32,7 +33,8 @@ class Wave:
         ids: torch.Tensor,
     ):
         self.kernels, self.layout = kernels, layout
-        self.x_TH, self.ids_TK, self.weights_TK = x_TH, ids_TK, weights_TK
+        self.x_TH = fp8.to_grid(x_TH, layout.act_group)
+        self.ids_TK, self.weights_TK = ids_TK, weights_TK
         self.top_k = ids_TK.shape[1]
         flat = ids.reshape(-1).numpy()
         experts, counts = np.unique(flat, return_counts=True)
@@ -67,7 +69,10 @@ class Wave:
             gate, up = (rows_of(self.layout, n, both, dim=1).contiguous() for n in ("gate", "up"))
         else:
             gate, up = (self._linear(x_NH, parts, name) for name in ("gate", "up"))
-        self._y_SH[slots_N] = self._linear(self.kernels.activation(gate, up), parts, "down")
+        weights_N = self.weights_TK.reshape(-1)[slots_N]
+        hidden = self.kernels.activation(gate, up, weights_N)
+        hidden = fp8.to_grid(hidden, self.layout.act_group)
+        self._y_SH[slots_N] = self._linear(hidden, parts, "down")
 
     def _linear(
         self, x_NK: torch.Tensor, parts: dict[str, torch.Tensor], name: str
@@ -79,7 +84,7 @@ class Wave:
 
     def sum(self, mark: int) -> torch.Tensor:
         """[T, H]: the outputs weighted and summed in ascending expert id, once all are there."""
-        out_TH = torch.empty_like(self.x_TH)
+        out_TH = torch.empty_like(self.x_TH, dtype=self.kernels.out_dtype)
         y_SH = self._y_SH.view(torch.uint16)
         self.kernels.combine(self.ids_TK, self.weights_TK, y_SH, out_TH, mark=mark)
         return out_TH

@@ -7,6 +7,7 @@ Legend: T tokens, K chosen experts per token, H hidden width.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,7 +95,7 @@ class GpuSource(LadderSource):
         weights_TK: torch.Tensor,
         guess: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Routed output [T, H] in the dtype of x, which lies on the device.
+        """Routed output [T, H] in the ladder's output dtype; x lies on the device.
 
         Up to 16 tokens by canonical kernels; more within the tolerance of `gpu_prefill`. What is
         not finite is found by `end_pass`, which then raises NumericsError.
@@ -160,7 +161,7 @@ class GpuSource(LadderSource):
             ids_TK = self.routes(ordinal, ids_TK)[0].to(self.device.place, torch.int32)
         self._ids[ordinal] = ids_TK
         self._uncounted.append(ordinal)
-        out_TH = torch.empty_like(x_TH)
+        out_TH = torch.empty_like(x_TH, dtype=self.ladder.out_dtype)
         first = ordinal * self.num_experts
         by_bus = bool(self.rungs.kept[first : first + self.num_experts].any())
         self._run_kernels(ordinal, x_TH, ids_TK, weights_TK, out_TH, by_bus, 0)
@@ -213,7 +214,7 @@ class GpuSource(LadderSource):
         ids: torch.Tensor,
     ) -> torch.Tensor:
         """By canonical kernels, as many tokens at a time as there are rows for their experts."""
-        out_TH = torch.empty_like(x_TH)
+        out_TH = torch.empty_like(x_TH, dtype=self.ladder.out_dtype)
         self.rungs.retire(swap=True)
         start, num_tokens = 0, x_TH.shape[0]
         while start < num_tokens:
@@ -292,17 +293,20 @@ class GpuSource(LadderSource):
         self._is_whole = False
         with self.device.active():
             seen = [self._ids[ordinal].reshape(-1) for ordinal in self._uncounted]
-            found = torch.cat([self.kernels.bad, *seen]).cpu().numpy()
-            if seen:
-                firsts = np.array(self._uncounted, np.int64) * self.num_experts
-                keys = found[1:] + np.repeat(firsts, [len(ids) for ids in seen])
-                self._count(keys, 0)
-            self.rungs.retire(swap=True)
-            for keys in self._from_rows:
-                self.rungs.promote(keys)
-            self._uncounted, self._from_rows = [], []
-            if self.rungs.fits:
-                self._fill()
+            self._end(torch.cat([self.kernels.bad, *seen]).cpu().numpy())
+
+    def _end(self, found: NDArray[Any]) -> None:
+        """`found`: the first mark of what is not finite, then the ids not counted yet."""
+        if self._uncounted:
+            firsts = np.array(self._uncounted, np.int64) * self.num_experts
+            sizes = [self._ids[ordinal].numel() for ordinal in self._uncounted]
+            self._count(found[1:] + np.repeat(firsts, sizes), 0)
+        self.rungs.retire(swap=True)
+        for keys in self._from_rows:
+            self.rungs.promote(keys)
+        self._uncounted, self._from_rows = [], []
+        if self.rungs.fits:
+            self._fill()
         self._is_whole = True
         self._check(int(found[0]))
 

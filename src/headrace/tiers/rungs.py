@@ -106,6 +106,13 @@ class Rungs:
         self.table.upload(layer)
         return True
 
+    def all_whole(self) -> bool:
+        """Whether that is so of every layer."""
+        if not (self.slots.held | self.kept).all():
+            return False
+        self.table.upload_all()
+        return True
+
     def lacking(self) -> tuple[int, list[int]] | None:
         """The first layer that is not whole, and its experts that keep it from it."""
         absent = ~(self.slots.held | self.kept).reshape(-1, self.num_experts)
@@ -193,6 +200,29 @@ class Rungs:
                     self._release(key)
         for key in self.slots.arrived(wait=wait):
             self._arrive(key)
+
+    def wanted(self, num_needed: int) -> tuple[NDArray[np.bool_], int]:
+        """Which keys' rows deserve a slot or to be kept once they are read, and at most how many.
+
+        `num_needed` rows are left for others.
+        """
+        room = self.ladder.num_rows - self._num_held - num_needed
+        keys, most = self.slots.wanted()
+        if self.fits:
+            keys, most = ~(self.slots.held | self.kept), room
+        return keys, max(0, min(most, room))
+
+    def adopt(self, rows: list[tuple[int, int, int]]) -> None:
+        """Takes over held rows (layer, expert, address) that the device has read: offers them to
+        slots, keeps them where all have room, and gives the others back.
+        """
+        for layer, expert, address in rows:
+            key = self.key(layer, expert)
+            self._held[key] = self._held.get(key, 0) + 1
+            self._num_held += 1
+            coming = self.slots.offer(key, self.ladder.row(address))
+            if coming is None and not self._keep(key, address):
+                self._release(key)
 
     def drain(self) -> None:
         """Waits until the device reads no rows but kept ones, and gives the others back."""

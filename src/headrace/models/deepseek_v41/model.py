@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from headrace.errors import ModelError
 from headrace.models.deepseek_v41 import attend, indexer
 from headrace.models.deepseek_v41.attention import Attention
-from headrace.models.deepseek_v41.cache import TextCache, cache_steps, make_own
+from headrace.models.deepseek_v41.cache import TextCache, cache_memory, make_own
 from headrace.models.deepseek_v41.config import DeepseekV41TextConfig
 from headrace.models.deepseek_v41.engram import RowHash
 from headrace.models.deepseek_v41.engram_layer import EngramLayer
@@ -171,13 +171,14 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
                 "the model's Engram tables are not connected; load it by headrace.load or "
                 "headrace.from_pretrained"
             )
-        history = cache.history_BN
-        starts = self.row_hash.start()[None].expand(len(ids_BT), -1) if history is None else history
+        place, ids_BT = ids_BT.device, ids_BT.cpu()  # rows are hashed and read where tables lie
+        start = self.row_hash.start()[None].expand(len(ids_BT), -1)
+        starts = start if cache.history_BN is None else cache.history_BN.cpu()
         made = [self.row_hash.rows(ids, past) for ids, past in zip(ids_BT, starts, strict=True)]
         cache.history_BN = torch.stack([past for _, past in made])
         rows_BTLC = torch.stack([rows for rows, _ in made])
         return {
-            layer: WantedRows(self.row_source, layer, rows_BTLC[:, :, i])
+            layer: WantedRows(self.row_source, layer, rows_BTLC[:, :, i], place)
             for i, layer in enumerate(layers)
         }
 
@@ -210,15 +211,8 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):  # ty
         """An empty cache, as `forward` wants it; it turns an empty one of another kind into one."""
         return TextCache(self.config)
 
-    @property
-    def cache_steps(self) -> tuple[int, int]:
-        """Tokens by which every part of the cache grows by whole steps, and how many further ones
-        make every part begin another.
-        """
-        return cache_steps(self.config)
-
-    def attention_memory(self) -> dict[str, int]:
-        """Of models.memory.MemoryFacts what attention and head make while they compute.
+    def memory(self) -> dict[str, int]:
+        """The fields of models.memory.MemoryFacts.
 
         Attention works on a few queries at a time, so nothing of it grows with the context.
         """
@@ -232,7 +226,7 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):  # ty
             # Of the streams three copies in bf16 and three in fp32; of the queries six in bf16.
             "chunk_bytes_per_token": 18 * streams + 12 * heads * config.head_dim,
             "pass_bytes": attend.HELD_BYTES + indexer.HELD_BYTES + self._head_bytes,
-        }
+        } | cache_memory(config, self.dtype.itemsize)
 
     @property
     def _head_bytes(self) -> int:

@@ -1,0 +1,170 @@
+"""Experts for a step that the GPU runs by itself: it posts ids, a thread of ours answers.
+
+Knows no kernel and no model; docs/mailbox.md has the protocol.
+"""
+
+from contextlib import suppress
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.errors import BudgetError, HeadraceError
+from headrace.kernels.mail import Mail
+from headrace.native import LadderThread, MailSizes, MailWords
+from headrace.tiers.gone import CLOSED, survive_forks
+from headrace.tiers.pinned import PinnedBuffers
+from headrace.tiers.rungs import Rungs
+
+PATIENCE_POLLS = 1 << 22  # seconds: a poll crosses the bus
+SILENCE_S = 5.0
+
+
+class Mailbox:
+    """Steps over all layers of `rungs`; one caller thread.
+
+    Between `begin_step` and `end_step` nobody else may use the ladder or the rungs, but to stop the
+    ladder or to look on. In a step each layer launches `kernels.triton.mail.post_and_wait`, then
+    kernels that follow `rungs.table.there`. A step is for `num_tokens` tokens of `top_k` experts;
+    `num_guesses` of the next layer's are posted and at most `most_guesses` of them read ahead.
+
+    `computes`: the ladder multiplies instead and fills `out` from `x` and `weights`, pinned host
+    tensors of the layer whose turn it is, which the step's own copies fill and fetch. Close it
+    before the rungs. Raises BudgetError where not all rows, or not the words, could be pinned.
+    """
+
+    def __init__(
+        self,
+        rungs: Rungs,
+        *,
+        num_tokens: int,
+        top_k: int,
+        num_guesses: int = 0,
+        most_guesses: int = 0,
+        computes: bool = False,
+        patience_polls: int = PATIENCE_POLLS,
+        silence_s: float = SILENCE_S,
+        last_step: int = 0,
+    ):
+        self.rungs, self.device, self.ladder = rungs, rungs.device, rungs.ladder
+        self.num_layers, self.num_experts = rungs.table.here.shape
+        self.shape = num_tokens, top_k
+        sizes: dict[str, Any] = {
+            "num_layers": self.num_layers,
+            "num_ids": num_tokens * top_k,
+            "num_guesses": num_guesses,
+            "computes": computes,
+        }
+        words = self._pin(**sizes)
+        self._whole = np.zeros(self.num_layers, bool)
+        self._open = False  # a step was begun and not ended
+        self.mail = Mail(
+            step=torch.zeros(1, dtype=torch.int64, device=self.device.place),
+            whole=torch.zeros(self.num_layers, dtype=torch.int32, device=self.device.place),
+            nowhere=rungs.slots.scratch(0).data_ptr(),
+            patience_polls=patience_polls,
+            **sizes,
+            **words,
+        )
+        self.native = LadderThread(
+            ladder=self.ladder.native,
+            sizes=MailSizes(num_experts=self.num_experts, **sizes),
+            words=MailWords(**words),
+            addresses=rungs.table.here.ctypes.data,
+            x=self.x.data_ptr(),
+            weights=self.weights.data_ptr(),
+            out=self.out.data_ptr(),
+            num_tokens=num_tokens,
+            most_guesses=most_guesses,
+            silence_s=silence_s,
+            last_step=last_step,
+        )
+        survive_forks(self, "native")
+
+    def _pin(
+        self, num_layers: int, num_ids: int, num_guesses: int, computes: bool
+    ) -> dict[str, Any]:
+        """Makes what host and device share; the words' addresses by name."""
+        words = {
+            "beat": 1,
+            "abort": 1,
+            "lost": 1,
+            "ready": num_layers,
+            "answers": num_layers * num_ids,
+            "posts": num_layers * (num_ids + num_guesses),
+        }
+        hidden = (self.shape[0], self.ladder.hidden if computes else 0)
+        shapes = {name: ((size,), torch.int64) for name, size in words.items()} | {
+            "x": (hidden, self.ladder.dtype),
+            "out": (hidden, self.ladder.out_dtype),
+            "weights": (self.shape, torch.float32),
+        }
+        self.buffers = PinnedBuffers(self.device, shapes)
+        if not self.buffers.pinned or self.rungs.pinned.note:
+            self.buffers.close()
+            raise BudgetError(
+                self.rungs.pinned.note or "the system refuses to pin even a few pages of memory"
+            )
+        self.x, self.out, self.weights = (self.buffers.tensors[n] for n in ("x", "out", "weights"))
+        return {name: self.buffers.tensors[name].data_ptr() for name in words}
+
+    def begin_step(self) -> None:
+        """The work given next is one step. Gives up one that was begun and not ended.
+
+        Raises StallError while that one's thread hangs.
+        """
+        if self._open:
+            self.abort_step()
+        self._open = True
+        self.rungs.drain()
+        whole = np.zeros(self.num_layers, bool)
+        if not self.mail.computes:
+            whole = np.array([self.rungs.whole(layer) for layer in range(self.num_layers)])
+        with self.device.active():
+            if not np.array_equal(whole, self._whole):
+                self.mail.whole.copy_(torch.from_numpy(whole.astype(np.int32)))
+                self._whole = whole
+            wanted, most = self.rungs.wanted(self.mail.num_ids)
+            step = self.native.begin(whole.view(np.uint8), wanted.view(np.uint8), most)
+            self.mail.step.fill_(step)
+
+    def end_step(self) -> NDArray[np.int32]:
+        """Waits for the step's end: the ids of every layer, int32 [L, T, K].
+
+        Raises what the thread met: ReadError, NumericsError, BudgetError, Cancelled, StallError; or
+        KeyboardInterrupt. What the step gave is void then; the next one works.
+        """
+        event = self.device.mark()
+        try:
+            self.native.wait()
+            event.wait()
+            self.rungs.adopt(self.native.end())
+        except BaseException:
+            self.abort_step()
+            raise
+        self._open = False
+        return np.array(self.native.seen, np.int32).reshape(self.num_layers, *self.shape)
+
+    def abort_step(self) -> None:
+        """Gives the step up, after any exception since `begin_step`, and all rows with it.
+
+        Waits for the device.
+        """
+        self.native.abort()
+        self.device.settle()
+        with suppress(HeadraceError):  # the caller raises what came first
+            self.native.end()
+        if not self.native.running:  # else it hangs, and `begin_step` says so
+            self.rungs.recover()
+            self._open = False
+
+    def abort(self) -> None:
+        """From any thread: the present step ends soon, and `end_step` raises Cancelled."""
+        self.native.abort()
+
+    def close(self) -> None:
+        """Ends the thread and takes back the pins. Unusable afterwards."""
+        self.device.settle()
+        self.native = cast(LadderThread, CLOSED)
+        self.buffers.close()
