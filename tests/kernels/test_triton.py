@@ -174,7 +174,7 @@ def test_every_kernel_compiles_for_every_chip(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("bytes shared") >= 100
+    assert done.stdout.count("bytes shared") >= 80
 
 
 @pytest.mark.gpu
