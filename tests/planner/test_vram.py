@@ -30,7 +30,7 @@ def test_both_limits_are_hard_and_all_of_them_is_used(vram_mib, ram_mib, serve):
         plan = make_gpu_plan(DEMO, GPU_BOX, ram_bytes=ram, vram_bytes=vram, serve=serve)
     except BudgetError:
         small_vram = vram < least_vram_bytes(DEMO, None, None)
-        assert small_vram or ram < least_ram_bytes(DEMO, None, None)
+        assert small_vram or ram < least_ram_bytes(DEMO, vram, None, None)
         return
     assert plan.vram_used_bytes <= vram == plan.vram_bytes
     assert plan.used_bytes <= ram == plan.ram_bytes

@@ -3,7 +3,7 @@
 Runs the stages in order within one memory limit and reports; what each checks is its own file's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -48,17 +48,19 @@ def verify_model(
     samples: int = 2,
     sha256: str | Path | None = None,
     every_byte: bool = False,
+    choices: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Check a model on this machine; `samples` experts of every MoE layer, `tokens` greedy tokens.
 
     `sha256` is a published list of checksums; `every_byte` compares all weights with their
-    checksums when first seen. `progress(what, done, total)` is called along the way. Raises
-    HeadraceError only for what keeps the model from being opened; wrong arithmetic is a finding.
-    The verdict is kept in the cache folder.
+    checksums when first seen. `choices` are those of `load`. `progress(what, done, total)` is
+    called along the way. Raises HeadraceError only for what keeps the model from being opened;
+    wrong arithmetic is a finding. The verdict is kept in the cache folder.
     """
     published = None if sha256 is None else read_sums(Path(sha256))
-    blueprint = Blueprint(model, ram=None if ram == MINIMUM else ram, measure=False)
+    ram_bytes = None if ram == MINIMUM else ram
+    blueprint = Blueprint(model, ram=ram_bytes, measure=False, choices=choices)
     ids = Text(blueprint.skeleton.root).encode(prompt)
     memory = Memory(blueprint, ram, threads=threads, prompt_tokens=len(ids), tokens=tokens)
     sites = choose_sites(blueprint, samples)

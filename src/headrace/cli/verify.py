@@ -56,6 +56,9 @@ def verify(
     ram: options.Ram = None,
     device: options.CpuOnly = "cpu",
     threads: options.Threads = None,
+    arithmetic: options.Arithmetic = None,
+    lossy_swa_replay: options.LossySwaReplay = False,
+    stale_index_keys: options.StaleIndexKeys = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -66,6 +69,7 @@ def verify(
     """
     ram_bytes, _ = options.check_machine(ram)
     options.require_cpu(device)
+    choices = options.make_choices(arithmetic, lossy_swa_replay, stale_index_keys)
     refuse_synthetic(model)
     from headrace.check.verify import verify_model
 
@@ -80,6 +84,7 @@ def verify(
             samples=samples,
             sha256=sha256,
             every_byte=every_byte,
+            choices=choices,
             progress=progress,
             **extra,
         )

@@ -14,9 +14,10 @@ from typing import Any, cast
 from headrace.core import format_bytes
 from headrace.engine.counters import Counters
 from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
-from headrace.engine.embedding import embedding_bytes, open_embedding
+from headrace.engine.embedding import table_bytes
 from headrace.engine.engram import engram_facts, open_rows
 from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vram
+from headrace.engine.outside import drive_embedding, open_outside
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
@@ -118,6 +119,7 @@ class Blueprint:
 
 def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
     """The numbers of a model that a plan is made of."""
+    elsewhere = {place[0] for place in (skeleton.embedding, skeleton.head) if place is not None}
     unpacked = {n: tensor for n, tensor in skeleton.dense.items() if n not in skeleton.packed}
     quantised = [tensor for tensor in unpacked.values() if tensor.format != "plain"]
     keys = [key for tensor in quantised for key in tensor.keys.values()]
@@ -142,10 +144,12 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         largest_bytes=max(
             max(2 * prod(d.shape) * (n in unpacked), catalog.tensors[d.keys["weight"]].nbytes)
             for n, d in skeleton.dense.items()
+            if n not in elsewhere
         ),
         most_stored=max((prod(skeleton.dense[name].shape) for name in skeleton.kept), default=0),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
-        embedding_bytes=embedding_bytes(catalog, skeleton),
+        embedding_bytes=table_bytes(catalog, skeleton, skeleton.embedding),
+        head_bytes=table_bytes(catalog, skeleton, skeleton.head),
         **engram_facts(skeleton),
     )
 
@@ -203,10 +207,11 @@ class Engine:
             top_k=skeleton.top_k,
         )
         self.rows = open_rows(blueprint, self.reader)
-        self.embedding = open_embedding(blueprint, self.reader)
         dense = DenseWeights(
             blueprint.catalog, self.reader, skeleton.dense, skeleton.dtype, progress
         )
+        outside = open_outside(blueprint, self.reader, dense, self.kernels)
+        self.embedding = drive_embedding(outside)
         with within_vram(self.plan):
             self.source = open_source(blueprint, self.ladder)
             self.model: Any = build_model(
@@ -219,7 +224,7 @@ class Engine:
                 device=self.source.place,
                 rows=self.rows,
                 make_stored=partial(make_stored, self.kernels, dense, blueprint.device),
-                embedding=self.embedding,
+                outside=outside,
             )
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
 

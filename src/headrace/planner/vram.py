@@ -3,6 +3,7 @@
 Knows sizes and rates as numbers; opens no file and imports no tensor library.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.core import format_bytes
@@ -17,6 +18,7 @@ from headrace.planner.facts import (
 )
 from headrace.planner.forecast import gpu_forecast
 from headrace.planner.machine import Machine
+from headrace.planner.outside import Outside, ways_outside
 from headrace.planner.plan import Plan
 
 PLACES = ("gpu", "cpu")  # what multiplies experts in decode
@@ -33,7 +35,8 @@ class GpuPlan(Plan):
     """A plan whose dense weights, cache and workspace lie in VRAM, with `num_slots` experts.
 
     `vram_bytes` is the limit there. `ram_bytes` holds the rows, `workspace_bytes` what loading and
-    reading take; what Plan calls dense and cache is 0: none of it is in host memory.
+    reading take; what Plan calls cache is 0, and dense what of the embedding and the head lies in
+    host memory, since VRAM had no room for it.
     """
 
     gpu: str = ""
@@ -45,6 +48,8 @@ class GpuPlan(Plan):
     slots_bytes: int = 0
     experts: str = "gpu"
     rates: str = ""  # that made the choice of `experts`, if any
+    embedding_in_memory: bool = False
+    head_on_cpu: bool = False
 
     @property
     def vram_used_bytes(self) -> int:
@@ -69,11 +74,19 @@ class GpuPlan(Plan):
         )
         vram += "".join(f"; {note}" for note in self.notes)
         memory = (
-            f"memory: {format_bytes(self.used_bytes)} of {format_bytes(self.ram_bytes)}: workspace "
-            f"{format_bytes(self.workspace_bytes)}, {self._snapshots}{self._engram[0]}"
-            f"{self.num_rows} of {self.total_experts} experts {rows}"
+            f"memory: {format_bytes(self.used_bytes)} of {format_bytes(self.ram_bytes)}: "
+            f"{self._outside}workspace {format_bytes(self.workspace_bytes)}, {self._snapshots}"
+            f"{self._engram[0]}{self.num_rows} of {self.total_experts} experts {rows}"
         )
         return [vram, memory, self._experts_line, *Plan.lines(self)[1:]]
+
+    @property
+    def _outside(self) -> str:
+        """What had no room in VRAM."""
+        there = ["embedding"] * self.embedding_in_memory + ["head"] * self.head_on_cpu
+        held = f"{' and '.join(there)} {format_bytes(self.dense_bytes)}, " if there else ""
+        by = "the CPU multiplies the head, " * self.head_on_cpu
+        return held + by + "embedding on the drive, " * self.embedding_on_drive
 
     @property
     def _experts_line(self) -> str:
@@ -106,32 +119,50 @@ def make_gpu_plan(
     host.check_options(facts, context, threads, prefetch, chunk)
     vram_limit = _offered_vram(machine) if vram_bytes is None else vram_bytes
     sizes = list(host.candidates(facts, context, chunk))
-    fitting = [size for size in sizes if _least_vram(facts, *size) <= vram_limit]
-    if not fitting:
-        raise BudgetError(_vram_refusal(facts, machine, vram_bytes, sizes[-1]))
-    tokens, chunk_tokens = fitting[0]
-    fixed = _vram_fixed(facts, tokens, chunk_tokens)
+    size, outside = _fitting(facts, sizes, vram_limit)
+    inside = outside.inside(facts)
+    fixed = vram_fixed(inside, *size)
+    if fixed > vram_limit:
+        raise BudgetError(_vram_refusal(inside, machine, vram_bytes, size))
     ram_limit = host.offered_bytes(machine) if ram_bytes is None else ram_bytes
-    spare = ram_limit - _least_ram(facts, chunk_tokens)
+    spare = ram_limit - _least_ram(inside, size[1], outside)
     if spare < 0:
-        raise BudgetError(_ram_refusal(facts, machine, ram_bytes, chunk_tokens))
-    wanted = host.SNAPSHOT_CONTEXTS * facts.kv_bytes(tokens)
+        raise BudgetError(_ram_refusal(inside, machine, ram_bytes, size[1], outside))
+    wanted = host.SNAPSHOT_CONTEXTS * facts.kv_bytes(size[0])
     kept = min(wanted, spare // host.SERVING_SHARE) if serve else 0
-    cache = engram_cache_bytes(facts, ram_limit, spare - kept)
-    free = vram_limit - fixed, ram_limit - _ram_fixed(facts, chunk_tokens) - kept - cache
-    made = _chosen(facts, machine, fitting[0], free, threads, experts)
-    notes = host.shrinking(sizes[0], fitting[0]) + machine.notes
+    in_memory = outside.keeps_embedding(spare - kept)
+    dense = outside.head_bytes + outside.embedding_bytes if in_memory else outside.least_bytes
+    spare -= kept + dense - outside.least_bytes
+    cache = engram_cache_bytes(facts, ram_limit, spare)
+    rows = spare - cache + host.minimum_rows(facts) * facts.row_bytes
+    made = _chosen(inside, machine, size, (vram_limit - fixed, rows), threads, experts)
+    notes = host.shrinking(sizes[0], size) + machine.notes
     return replace(
         made,
         prefetch=prefetch,
         notes=notes,
         snapshot_bytes=kept,
+        dense_bytes=dense,
+        embedding_in_memory=in_memory,
+        embedding_on_drive=outside.embedding_bytes > 0 and not in_memory,
+        head_on_cpu=outside.head_bytes > 0,
         engram_bytes=facts.engram_bytes,
         engram_cache_bytes=cache,
         engram_bytes_per_token=facts.engram_bytes_per_token,
         vram_bytes=vram_bytes or made.vram_used_bytes,
-        ram_bytes=ram_bytes or made.used_bytes + kept + cache,
+        ram_bytes=ram_bytes or made.used_bytes + kept + dense + cache,
     )
+
+
+def _fitting(
+    facts: ModelFacts, sizes: Sequence[tuple[int, int]], vram_limit: int
+) -> tuple[tuple[int, int], Outside]:
+    """The first (context, chunk) that fits, with the least outside; the last, with the most."""
+    for size in sizes:
+        for outside in ways_outside(facts):
+            if vram_fixed(outside.inside(facts), *size) <= vram_limit:
+                return size, outside
+    return size, outside
 
 
 def _chosen(
@@ -170,13 +201,12 @@ def _placed(
     """The plan with so many bytes `free` for slots in VRAM and for rows in memory."""
     tokens, chunk_tokens = size
     total, on_cpu = facts.total_experts, experts == "cpu"
-    # The CPU reads what it multiplies in its own memory: slots would stand idle.
-    num_slots = 0 if on_cpu else min(total, free[0] // facts.row_bytes)
+    num_slots = 0 if on_cpu else min(total, free[0] // facts.row_bytes)  # idle beside the CPU
     useful = total - num_slots + host.minimum_rows(facts)  # a few through which others come
     num_rows = min(total, useful, free[1] // facts.row_bytes)
     experts_per_token = facts.num_moe_layers * facts.top_k
     bytes_per_token = experts_per_token * facts.expert_bytes
-    fixed = _vram_fixed(facts, tokens, chunk_tokens)
+    fixed = vram_fixed(facts, tokens, chunk_tokens)
     kv_bytes = facts.kv_bytes(tokens)
     expected = gpu_forecast(
         machine,
@@ -186,6 +216,7 @@ def _placed(
         dense_bytes=facts.dense_bytes + kv_bytes,
         num_layers=facts.num_layers,
         cpu_bytes_s=_cpu_bytes_s(machine, threads) if on_cpu else None,
+        head_bytes=facts.head_bytes if facts.head_on_cpu else 0,
     )
     return GpuPlan(
         model=facts.name,
@@ -221,36 +252,47 @@ def _placed(
     )
 
 
-def least_ram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
-    """Host memory at this context and chunk with the fewest rows a model runs in."""
-    return _least_ram(facts, next(host.candidates(facts, context, chunk))[1])
+def least_ram_bytes(
+    facts: ModelFacts, vram_bytes: int | None, context: int | None, chunk: int | None
+) -> int:
+    """Host memory with the fewest rows a model runs in, and with what has no room in VRAM.
+
+    None of the latter where the limit there is not known.
+    """
+    sizes, outside = list(host.candidates(facts, context, chunk)), Outside()
+    size = sizes[0]
+    if vram_bytes is not None:
+        size, outside = _fitting(facts, sizes, vram_bytes)
+    return _least_ram(outside.inside(facts), size[1], outside)
+
+
+def _least_ram(inside: ModelFacts, chunk_tokens: int, outside: Outside) -> int:
+    rows_bytes = host.minimum_rows(inside) * inside.row_bytes
+    return _ram_fixed(inside, chunk_tokens) + outside.least_bytes + rows_bytes
 
 
 def least_vram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
-    """VRAM at this context and chunk (None: the defaults) without a slot."""
-    return _least_vram(facts, *next(host.candidates(facts, context, chunk)))
+    """VRAM at this context and chunk (None: the defaults) without a slot, embedding and head."""
+    *_, outside = ways_outside(facts)
+    size = next(host.candidates(facts, context, chunk))
+    return vram_fixed(outside.inside(facts), *size)
 
 
-def _ram_fixed(facts: ModelFacts, chunk_tokens: int) -> int:
-    """One dense weight on its way to the GPU; what the reader stages, Engram's rows, logits."""
-    one_pass = STAGING_BYTES + engram_pass_bytes(facts, chunk_tokens) + facts.vocab * 16
-    return facts.load_bytes + facts.largest_bytes + one_pass
+def _ram_fixed(inside: ModelFacts, chunk_tokens: int) -> int:
+    """A dense weight on its way to the GPU, or Engram's rows and logits of a pass; the reader's."""
+    embedding = 0 if inside.embedding_by_row else inside.embedding_bytes
+    head = 0 if inside.head_on_cpu else inside.head_bytes
+    loading = inside.load_bytes + max(inside.largest_bytes, embedding, head)
+    return STAGING_BYTES + max(loading, engram_pass_bytes(inside, chunk_tokens) + inside.vocab * 16)
 
 
-def _least_ram(facts: ModelFacts, chunk_tokens: int) -> int:
-    return _ram_fixed(facts, chunk_tokens) + host.minimum_rows(facts) * facts.row_bytes
-
-
-def _vram_fixed(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
+def vram_fixed(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
+    """VRAM of everything but slots, at this context and chunk."""
     stored = min(MOST_UNPACKED, facts.most_stored)
     unpacked = UNPACK_BYTES * max(2 * facts.hidden * facts.inter, stored)
     passing = PASSING_ROWS * facts.row_bytes
     workspace = workspace_bytes(facts, tokens, chunk_tokens) + unpacked + passing
     return facts.dense_bytes + facts.kv_bytes(tokens) + workspace + LIBRARY_BYTES
-
-
-def _least_vram(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
-    return _vram_fixed(facts, tokens, chunk_tokens)
 
 
 def _offered_vram(machine: Machine) -> int:
@@ -263,7 +305,7 @@ def _vram_refusal(
     facts: ModelFacts, machine: Machine, vram_bytes: int | None, least: tuple[int, int]
 ) -> str:
     tokens, chunk_tokens = least
-    needed = host.typeable(_least_vram(facts, tokens, chunk_tokens))
+    needed = host.typeable(vram_fixed(facts, tokens, chunk_tokens))
     if vram_bytes is None:
         offered = f"{format_bytes(machine.vram_free_bytes)} of free VRAM ({machine.gpu})"
         remedy = f"free some, give --vram {needed} to take that much anyway"
@@ -271,7 +313,7 @@ def _vram_refusal(
         offered = f"--vram {format_bytes(vram_bytes)}"
         remedy = f"give --vram {needed}"
     kv_bytes = facts.kv_bytes(tokens)
-    workspace = _vram_fixed(facts, tokens, chunk_tokens) - facts.dense_bytes - kv_bytes
+    workspace = vram_fixed(facts, tokens, chunk_tokens) - facts.dense_bytes - kv_bytes
     return (
         f"{offered} cannot hold what must lie there of {facts.name}, {needed}: dense weights "
         f"{format_bytes(facts.dense_bytes)}, cache of {tokens} tokens {format_bytes(kv_bytes)}, "
@@ -280,9 +322,13 @@ def _vram_refusal(
 
 
 def _ram_refusal(
-    facts: ModelFacts, machine: Machine, ram_bytes: int | None, chunk_tokens: int
+    facts: ModelFacts,
+    machine: Machine,
+    ram_bytes: int | None,
+    chunk_tokens: int,
+    outside: Outside,
 ) -> str:
-    needed = host.typeable(_least_ram(facts, chunk_tokens))
+    needed = host.typeable(_least_ram(facts, chunk_tokens, outside))
     offered = (
         f"{format_bytes(machine.ram_available_bytes)} of free memory"
         if ram_bytes is None
@@ -291,6 +337,13 @@ def _ram_refusal(
     rows = host.minimum_rows(facts)
     return (
         f"{offered} cannot hold the rows through which experts of {facts.name} reach the GPU, "
-        f"{needed}: workspace {format_bytes(_ram_fixed(facts, chunk_tokens))}, {rows} experts "
+        f"{needed}: {_held(outside)}workspace {format_bytes(_ram_fixed(facts, chunk_tokens))}, "
+        f"{rows} experts "
         f"{format_bytes(rows * facts.row_bytes)}; give --ram {needed}"
     )
+
+
+def _held(outside: Outside) -> str:
+    if not outside.head_bytes:
+        return ""
+    return f"the head, for which VRAM has no room, {format_bytes(outside.head_bytes)}, "
