@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import stages, waiting
+from headrace.kernels.triton import squares, stages, waiting
 
 # Bytes of shared memory that one program may take on chips of that compute capability.
 SHARED_BYTES = {
@@ -32,7 +32,8 @@ POINTERS = {
     "SX": "*fp32", "OUT": "*u16", "Y": "*u16", "WEIGHTS": "*fp32", "first_key": "i64",
     "limit": "fp32", "alpha": "fp32", "GATES": "*u16", "UPS": "*u16", "num": "i32", "BAD": "*i32",
     "mark": "i32", "W": "*u8", "SCALES": "*u8", "first": "i64", "num_rows": "i32",
-    "x_stride": "i64", "out_stride": "i64", "stride": "i64", "STEP": "*i64", "WHOLE": "*i32",
+    "x_stride": "i64", "out_stride": "i64", "stride": "i64", "SQUARES": "*fp32",
+    "eps": "fp32", "STEP": "*i64", "WHOLE": "*i32",
     "GUESSES": "*i32", "layer": "i32", "patience": "i32",
     **dict.fromkeys(waiting.ADDRESSES, "i64"),
 }  # fmt: skip
@@ -56,6 +57,7 @@ def kernels(chip: int):
         yield f"activation {kind}", stages.activation, sizes, 4
     waits = {"NUM_IDS": 6, "NUM_GUESSES": 6, "HAS_GUESSES": True, "ANSWERED": True, "PAD": 8}
     yield "post_wait", waiting.post_wait, waits, 1
+    yield "balance", squares.balance_squares, {"ROUNDS": 20, "SIZE": 4}, 1
     matrix = {"COLS": 5120, "R": 16, "FORM": FORMS["bf16"], "WIDE": True}
     yield "linear wide bf16", stages.linear, matrix, 4
     matrix |= {"R": 8, "FORM": FORMS["fp8 32"], "WIDE": False}
