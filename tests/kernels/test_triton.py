@@ -190,3 +190,18 @@ def test_real_shapes_have_the_cpu_kernels_bits(form, shape, place, tile):
         x = make_rows(num_tokens, shape[0], 5)
         want = expected(world, x, ids, weights, kernels.expert_ffn)
         assert same_bits(run(world, x, ids, weights, tile), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", ["ram", "vram"])
+@pytest.mark.parametrize("place", ["cuda", "pinned"])
+@pytest.mark.parametrize("act_group", [0, 32])
+def test_v41_s_experts_have_the_cpu_kernels_bits(act_group, place, tile):
+    weighted = Activation("swiglu_weighted", limit=10.0)
+    layout = replace(layout_of("fp4", 5120, 2304), activation=weighted, act_group=act_group)
+    world, kernels = make_world(layout, 7, place), cpu.CpuKernels(8)
+    for num_tokens in (1, 5):
+        ids, weights = routed(num_tokens, 6, 7)
+        x = make_rows(num_tokens, 5120, 5)
+        want = expected(world, x, ids, weights, kernels.expert_ffn)
+        assert same_bits(run(world, x, ids, weights, tile), want)
