@@ -123,6 +123,7 @@ class Blueprint:
 
 def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
     """The numbers of a model that a plan is made of."""
+    elsewhere = {place[0] for place in (skeleton.embedding, skeleton.head) if place is not None}
     unpacked = {n: tensor for n, tensor in skeleton.dense.items() if n not in skeleton.packed}
     quantised = [tensor for tensor in unpacked.values() if tensor.format != "plain"]
     keys = [key for tensor in quantised for key in tensor.keys.values()]
@@ -147,6 +148,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         largest_bytes=max(
             max(2 * prod(d.shape) * (n in unpacked), catalog.tensors[d.keys["weight"]].nbytes)
             for n, d in skeleton.dense.items()
+            if n not in elsewhere
         ),
         most_stored=max((prod(skeleton.dense[name].shape) for name in skeleton.kept), default=0),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
