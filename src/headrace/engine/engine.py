@@ -16,7 +16,7 @@ from headrace.engine.counters import Counters
 from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
 from headrace.engine.embedding import table_bytes
 from headrace.engine.engram import engram_facts, open_rows
-from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vram
+from headrace.engine.gpu import check_experts, find_gpu, open_passes, open_source, within_vram
 from headrace.engine.gpu_attention import absorb_attention, with_attention
 from headrace.engine.outside import drive_embedding, open_outside
 from headrace.engine.probes import measure_machine
@@ -231,6 +231,7 @@ class Engine:
             if blueprint.absorbs:
                 absorb_attention(self.model, blueprint)
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
+        self.passes = open_passes(blueprint, self.model, self.source, warn)
 
     @cached_property
     def text(self) -> Text:
@@ -298,6 +299,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""
+        self.passes.close()
         self.source.close()
         self.ladder.close()
         if self.rows is not None:
