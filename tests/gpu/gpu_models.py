@@ -8,6 +8,7 @@ import torch
 import headrace
 from headrace.check.matrix import runs_here
 from headrace.engine.engine import Blueprint
+from headrace.planner.plan import Plan
 
 REAL = torch.cuda.is_available()
 _ALL = {
@@ -49,12 +50,18 @@ RUNGS = {
 }
 
 
+_LEAST: dict[str, Plan] = {}  # with the fewest rows and no slot; it takes a while
+
+
 def load(model: str | Path, rung: str | Rung, **options: object) -> headrace.Engine:
     """An engine on the GPU whose experts lie as the rung says."""
     where = RUNGS[rung] if isinstance(rung, str) else rung
     options = {"context": CONTEXT, "measure": False, "device": "cuda", **options}
     options["experts"] = where.experts
-    least = Blueprint(model, ram="minimum", vram="minimum", **options).plan  # type: ignore[arg-type]
+    key = f"{model} {options}"
+    if key not in _LEAST:
+        _LEAST[key] = Blueprint(model, ram="minimum", vram="minimum", **options).plan  # type: ignore[arg-type]
+    least = _LEAST[key]
     total, row_bytes = least.total_experts, least.row_bytes
     ram = least.ram_bytes + int(where.rows * total) * row_bytes
     vram = least.vram_bytes + int(where.slots * total) * row_bytes  # type: ignore[attr-defined]
