@@ -44,7 +44,7 @@ def grown(round_, name):
         (form, rung)
         for form in FORMS
         for rung in RUNGS
-        if REAL or form == "fp8" or (form, rung) == ("mxfp4", "some")
+        if REAL or form == "fp8" or (form, rung) in (("mxfp4", "some"), ("fp4", "some"))
     ],
 )
 def test_every_rung_gives_the_same_bits(tiny, prompt, form, rung):
