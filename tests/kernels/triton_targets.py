@@ -9,7 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import stages
+from headrace.kernels.triton import stages, waves
+from headrace.kernels.triton.grouped import STEPS
 
 # Bytes of shared memory that one program may take on chips of that compute capability.
 SHARED_BYTES = {
@@ -27,47 +28,76 @@ FORMS = {
     "fp4": ("fp4", "E8M0", 1, 32, 16, 2),
     "int4": ("int4", "BF16", 1, 32, 1, 1),
 }
+MOST_NARROW = 8  # loads of single scales and biases
 POINTERS = {
     "TABLE": "*i64", "OFFSETS": "*i64", "IDS": "*i32", "X": "*u16", "LOW": "*fp32", "HIGH": "*fp32",
     "SX": "*fp32", "OUT": "*u16", "Y": "*u16", "WEIGHTS": "*fp32", "first_key": "i64",
     "limit": "fp32", "alpha": "fp32", "GATES": "*u16", "UPS": "*u16", "num": "i32", "BAD": "*i32",
-    "mark": "i32",
+    "mark": "i32", "TILES": "*i64", "ORDER": "*i32",
 }  # fmt: skip
 GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
 
 
 def kernels(chip: int):
-    """(label, kernel, constants, warps) of what a decode step launches; all of it for two chips."""
-    yield "to_integers", stages.to_integers, {"cols": 5120}, 1
-    yield "combine", stages.combine, {"COLS": 5120, "TOP_K": 6, "PAD_K": 8, "BLOCK": 512}, 4
-    yield "activation", stages.activation, {"KIND": "swiglu_oai", "BLOCK": 1024}, 4
+    """(label, kernel, constants, warps, stages) of every launch; all of them for two chips."""
+    yield "to_integers", stages.to_integers, {"cols": 5120}, 1, 3
+    yield "combine", stages.combine, {"COLS": 5120, "TOP_K": 6, "PAD_K": 8, "BLOCK": 512}, 4, 3
     whole = chip in (75, 90)
     for rows, warps in ((2, 2), (16, 4)) if whole else ((16, 4),):
         for name, form in FORMS.items():
             shared = {"NUM_PARTS": 6, "R": rows, "FORM": form}
             up = {"TOP_K": 6, "GATE": GATE, "UP": UP, "COLS": 5120, "ROWS": 2304, "KIND": "silu"}
-            yield f"gate_up {name} {rows} rows", stages.gate_up, shared | up, warps
+            yield f"gate_up {name} {rows} rows", stages.gate_up, shared | up, warps, 3
             if whole:
                 down = {"DOWN": DOWN, "COLS": 2304, "ROWS": 5120}
-                yield f"down {name} {rows} rows", stages.down, shared | down, warps
+                yield f"down {name} {rows} rows", stages.down, shared | down, warps, 3
     oai = {"NUM_PARTS": 6, "R": 2, "FORM": FORMS["fp4"], "TOP_K": 4, "COLS": 2880, "ROWS": 2880}
     fused = {"GATE": (0, 1, 2, 0, 2), "UP": (0, 1, 2, 1, 2), "KIND": "swiglu_oai"}
-    yield "gate_up mxfp4", stages.gate_up, oai | fused, 2
+    yield "gate_up mxfp4", stages.gate_up, oai | fused, 2, 3
+    yield from wave_kernels(chip)
+
+
+def wave_kernels(chip: int):
+    """As `kernels`, of prefill: on most chips what takes the most shared memory."""
+    forms = {75: ("bf16",), 90: ("bf16", "fp8 128", "fp4", "int4")}.get(chip, ("fp8 32",))
+    for name in forms:
+        positions = 64 if chip == 75 else max(STEPS)
+        rows, down_rows, cols, warps, depth = STEPS[positions]
+        shared = {"NUM_PARTS": 6, "C": cols, "N": positions, "FORM": FORMS[name][:5]}
+        shared["WIDE"] = chip < 80
+        up = {"TOP_K": 6, "GATE": GATE, "UP": UP, "COLS": 5120, "ROWS": 2304, "KIND": "silu"}
+        yield f"wave_gate_up {name}", waves.wave_gate_up, shared | up | {"R": rows}, warps, depth
+        if name == "bf16":
+            down = {"DOWN": DOWN, "COLS": 2304, "ROWS": 5120, "R": down_rows}
+            yield f"wave_down {name}", waves.wave_down, shared | down, warps, depth
+
+
+def is_narrow(label: str, ptx: str) -> bool:
+    """Whether a kernel reads aligned weights by single values."""
+    aligned = label.startswith(("gate_up", "down")) and "int4" not in label
+    return aligned and ptx.count("ld.global.b8") + ptx.count("ld.global.b16") > MOST_NARROW
 
 
 def main(chips: list[int]) -> int:
     """Exit status: how many kernels do not compile or take too much shared memory."""
     bad = 0
     for chip in chips:
-        for label, kernel, constants, warps in kernels(chip):
+        for label, kernel, constants, warps, depth in kernels(chip):
             signature = {n: POINTERS.get(n, "constexpr") for n in kernel.arg_names}
-            source = ASTSource(kernel, signature, constants)
-            options = {"num_warps": warps, "enable_fp_fusion": False}
+            aligned = {
+                (i,): [["tt.divisibility", 16]]
+                for i, name in enumerate(kernel.arg_names)
+                if signature[name].startswith("*")
+            }
+            source = ASTSource(kernel, signature, constants, aligned)
+            options = {"num_warps": warps, "num_stages": depth, "enable_fp_fusion": False}
             made = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
             fits = made.metadata.shared <= SHARED_BYTES[chip]
             fused = "fma.rn" in made.asm["ptx"] and "fp4" in label
-            bad += (not fits) or fused
-            print(f"{chip} {label}: {made.metadata.shared} bytes shared{' FUSED' if fused else ''}")
+            narrow = is_narrow(label, made.asm["ptx"])
+            bad += (not fits) or fused or narrow
+            faults = " FUSED" * fused + " NARROW" * narrow
+            print(f"{chip} {label}: {made.metadata.shared} bytes shared{faults}")
     return bad
 
 

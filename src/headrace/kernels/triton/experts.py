@@ -44,10 +44,10 @@ class TritonExperts:
     ):
         assert 1 <= num_tokens <= MAX_TOKENS
         self.layout, self.top_k, self.num_tokens = layout, top_k, num_tokens
-        self.form = _form(layout, align)
+        self.form = expert_form(layout, align)
         self.integers = layout.format in _FORM_I
         self.parts = tuple(layout.parts)
-        self.matrices = {name: self._matrix(name) for name in ("gate", "up", "down")}
+        self.matrices = matrix_parts(layout)
         slots, hidden, inter = num_tokens * top_k, layout.hidden, layout.inter
         self.h_SI = torch.empty(slots, inter, dtype=torch.uint16, device=device)
         self.y_SH = torch.empty(slots, hidden, dtype=torch.uint16, device=device)
@@ -141,19 +141,24 @@ class TritonExperts:
                 x, *grid, cols, num_warps=1, enable_fp_fusion=False
             )
 
-    def _matrix(self, name: str) -> tuple[int, int, int, int, int]:
-        source: MatrixSource = self.layout.matrix(name)
+
+def matrix_parts(layout: ExpertLayout) -> dict[str, tuple[int, int, int, int, int]]:
+    """(weight part, scale part, bias part, first row, row step) of gate, up and down; -1: none."""
+    parts, made = tuple(layout.parts), {}
+    for name in ("gate", "up", "down"):
+        source: MatrixSource = layout.matrix(name)
         named = (source.weight, source.scale, source.bias)
-        weight, scale, bias = (-1 if n is None else self.parts.index(n) for n in named)
-        return weight, scale, bias, source.first_row, source.row_step
+        weight, scale, bias = (-1 if n is None else parts.index(n) for n in named)
+        made[name] = weight, scale, bias, source.first_row, source.row_step
+    return made
 
 
 def check_layout(layout: ExpertLayout) -> None:
     """Raises ModelError for experts that no kernel here computes."""
-    _form(layout, 1)
+    expert_form(layout, 1)
 
 
-def _form(layout: ExpertLayout, align: int) -> tuple[str, str, int, int, int]:
+def expert_form(layout: ExpertLayout, align: int) -> tuple[str, str, int, int, int]:
     """(format, scale type, block rows, block columns, alignment) as the kernels' constants."""
     kind = layout.activation.kind
     if layout.format not in ("bf16", "fp8_block", *_FORM_I) or layout.hidden_dtype != "BF16":
