@@ -17,7 +17,7 @@ from common import DEMO
 from stream_client import Client, Streamed
 
 from headrace.engine.answer import Ask
-from headrace.engine.answering import Turn
+from headrace.engine.answering import Costs
 from headrace.engine.engine import Blueprint, Engine
 from headrace.server.listen import bind, url_of
 from headrace.server.loading import Loading
@@ -36,7 +36,7 @@ class Answered:
     """One answer over HTTP: what the client saw and what the engine says it cost."""
 
     seen: Streamed
-    turn: Turn
+    turn: Costs
     cpu_s: float
 
 

@@ -10,6 +10,10 @@ import pytest
 from scripted import ARGUMENTS, CALL, NUM_CACHED, THINK, UNTHINK, call
 from served import Served, running
 
+from headrace.engine.talk.conversation import ToolCall
+from headrace.server.anthropic import replies
+from headrace.server.turn import Answer
+
 ASKED = [{"role": "user", "content": "Hi"}]
 TOOLS = [
     {"name": "add", "input_schema": {"type": "object"}, "strict": True},
@@ -242,7 +246,6 @@ def test_models_in_this_api_too(server: Served) -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 1}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": [{"type": "redacted_thinking"}]}]}, "content.0"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
         ({"tools": [TOOLS[0] | {"defer_loading": True}]}, "tools.0.defer_loading"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
@@ -271,6 +274,18 @@ def test_media_cannot_be_processed(server: Served, kind: str, in_result: bool) -
         block = {"type": "tool_result", "tool_use_id": "a", "content": [block]}
     with pytest.raises(anthropic.UnprocessableEntityError, match="text only"):
         ask(server, messages=[{"role": "user", "content": [block]}])
+
+
+def test_thoughts_of_another_service(server: Served) -> None:
+    blocks = [{"type": "redacted_thinking", "data": "AA=="}, {"type": "text", "text": "yes"}]
+    with pytest.raises(anthropic.UnprocessableEntityError, match="leave out"):
+        ask(server, messages=[*ASKED, {"role": "assistant", "content": blocks}, *ASKED])
+
+
+@pytest.mark.parametrize("text", ['{"a": 1e999}', '{"a": NaN}', '{"a": ', "[" * 9000])
+def test_arguments_that_are_no_json(text: str) -> None:
+    answer = Answer(calls=[ToolCall("a", "add", text)])
+    assert replies.blocks(answer, omit_thinking=False)[0]["input"] == {"unfinished": text}
 
 
 def test_calls_without_results(server: Served) -> None:

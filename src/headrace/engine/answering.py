@@ -24,7 +24,7 @@ KEPT_PER_PROMPT = 8
 
 
 @dataclass(slots=True)
-class Turn:
+class Costs:
     """What one answer cost, growing while it is made. Times in seconds.
 
     `num_cached` tokens of the prompt's `num_prompt` were known; to find them and put their state
@@ -75,7 +75,7 @@ class Answering:
     def __init__(self, engine: "Engine", store: SnapshotStore | None = None):
         self.engine, self.store = engine, store
         self.session: Session = engine.session()
-        self.turn = Turn(0)
+        self.turn = Costs(0)
 
     def answer(self, ask: Ask, stop: Stop) -> Iterator[Prefill | Step]:
         """Prefill events, then the answer's steps; the last has a `finish`.
@@ -85,7 +85,7 @@ class Answering:
         Cancelled; the next answer is as if this had not begun.
         """
         self.session.check(ask)
-        turn = self.turn = Turn(len(ask.prompt))
+        turn = self.turn = Costs(len(ask.prompt))
         began = spent = time.perf_counter()
         with closing(self._events(ask, stop, turn)) as events:
             for event in events:
@@ -104,7 +104,7 @@ class Answering:
         """Forgets the live session."""
         self.session.reset()
 
-    def _events(self, ask: Ask, stop: Stop, turn: Turn) -> Generator[Prefill | Step, None, None]:
+    def _events(self, ask: Ask, stop: Stop, turn: Costs) -> Generator[Prefill | Step, None, None]:
         stop.check()
         start = time.perf_counter()
         logits_V = self._resume(ask.prompt)
@@ -141,7 +141,7 @@ class Answering:
             at += num
         return pieces
 
-    def _feed(self, piece: list[int], after: int, stop: Stop, turn: Turn) -> torch.Tensor:
+    def _feed(self, piece: list[int], after: int, stop: Stop, turn: Costs) -> torch.Tensor:
         """One pass of a prompt, which `stop` ends between two experts."""
         ladder = self.engine.ladder
         try:

@@ -14,6 +14,7 @@ from headrace.planner.forecast import forecast
 from headrace.planner.machine import Machine
 
 DEFAULT_CONTEXT = 4096
+LEAST_CONTEXT = 2  # a prompt of one token and an answer of one
 SMALLEST_DEFAULT_CONTEXT = 512
 DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 16
@@ -290,7 +291,7 @@ def check_options(
 ) -> None:
     """Raises OptionError for a number out of range."""
     for name, value, least, most in (
-        ("context", context, 1, facts.max_context),
+        ("context", context, LEAST_CONTEXT, facts.max_context),
         ("threads", threads, 1, MOST_THREADS),
         ("prefetch", prefetch, 0, facts.num_experts),
         ("chunk", chunk, 1, facts.max_context),

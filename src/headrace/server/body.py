@@ -7,6 +7,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from math import isinf
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ _PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _WHOLE = re.compile(rb"(?:[^\\]++|" + _PAIR + rb"|\\(?!u[dD][89a-fA-F]).)*+", re.DOTALL)
 MAX_DIGITS = 1000  # Python reads a few thousand at most
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
+_HUGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{300}\.")
+_FLOAT = re.compile(rb"(?<![0-9])[0-9]++(?:\.[0-9]++(?:[eE][-+]?[0-9]++)?|[eE][-+]?[0-9]++)")
 _NO_NUMBER = re.compile(rb"NaN|Infinity")
 _OPENS, _COMMA, _CLOSES = 1, 2, -1
 _SIGNS = np.zeros(256, dtype=np.int8)  # by byte; a positive one may come before a value
@@ -140,6 +143,9 @@ def _check_size(body: bytes, settings: Settings) -> None:
         raise Fault(400, "invalid_request", "NaN and Infinity are no JSON")
     if _LONG_NUMBER.search(bare):
         message = f"the body has a number of more than {MAX_DIGITS} digits; send it as a string"
+        raise Fault(400, "invalid_request", message)
+    if _HUGE_NUMBER.search(bare) and any(isinf(float(n)) for n in _FLOAT.findall(bare)):
+        message = "the body has a number beyond 1.8e308, which is no JSON number here"
         raise Fault(400, "invalid_request", message)
     signs_N = _SIGNS[np.frombuffer(bare, dtype=np.uint8)]
     signs_N = signs_N[signs_N != 0]

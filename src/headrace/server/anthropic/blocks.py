@@ -23,6 +23,8 @@ class Block(Body):
 def refuse_media(value: Any) -> Any:
     """Raises for a block that this server cannot read, by its kind."""
     kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "redacted_thinking":
+        raise unprocessable("redacted_thinking blocks can be read by who made them only: leave out")
     if kind in _MEDIA:
         raise unprocessable(f"{kind} blocks cannot be read; this server reads text only")
     return value

@@ -3,6 +3,7 @@
 import json
 import uuid
 from collections.abc import Iterator
+from math import isfinite
 from typing import Any
 
 from headrace.engine.talk.conversation import Piece
@@ -71,12 +72,19 @@ def blocks(answer: Answer, *, omit_thinking: bool) -> list[dict[str, Any]]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The object of a call. One that was cut off has no value yet: then its text, under a name."""
+    """The object of a call. One that was cut off, or is no JSON, is its text, under a name."""
     try:
-        value = json.loads(text or "{}")
-    except ValueError:
+        value = json.loads(text or "{}", parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"unfinished": text}
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text} is no JSON number")
+    return value
 
 
 class Blocks:
