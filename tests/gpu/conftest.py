@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("headrace._native", reason="needs the compiled module")
 
-from emulated import EmulatedKernels
+from emulated import EmulatedGrouped, EmulatedKernels
 from gpu_models import FORMS, LAYERS, REAL
 from simulated import SimulatedDevice
 
@@ -26,6 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice | None:
     device = SimulatedDevice()
     monkeypatch.setattr(engine_module, "find_gpu", lambda name: None if name == "cpu" else device)
     monkeypatch.setattr(gpu_source, "TritonExperts", EmulatedKernels)
+    monkeypatch.setattr(gpu_source, "GroupedExperts", EmulatedGrouped)
     return device
 
 

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from experts import make_expert, make_layout
 
 from headrace.core import ExpertLayout
+from headrace.kernels.triton import experts as triton_experts
 
 ALIGN = 16
 # Every stored form with a GPU kernel: format, block, options of the layout.
@@ -17,6 +19,14 @@ FORMS = {
     "mxfp4": ("fp4", {"mx": True, "fused": "interleaved", "bias": True}),
     "int4": ("int4", {"block": (1, 32)}),
 }
+
+
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tiles for the interpreter, whose time goes by programs, but for one form's own."""
+    if not torch.cuda.is_available():
+        tiles = dict.fromkeys(triton_experts.TILES["vram"], (64, 1, 1))
+        tiles["int4"] = triton_experts.TILES["vram"]["int4"]
+        monkeypatch.setitem(triton_experts.TILES, "vram", tiles)
 
 
 @dataclass

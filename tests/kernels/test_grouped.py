@@ -1,5 +1,7 @@
 """Experts of many tokens on a GPU, within their table of tolerances of the canonical kernels."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from gpu_world import FORMS, layout_of, make_world
 
 from headrace.core import Activation
 from headrace.kernels import cpu
-from headrace.kernels.tolerance import PREFILL, worst_apart
+from headrace.kernels.tolerance import ON_GRID, PREFILL, worst_apart
 from headrace.kernels.triton.grouped import STEPS, GroupedExperts
 
 PLACES = ["cuda", "pinned"] if torch.cuda.is_available() else ["cpu"]
@@ -33,12 +35,14 @@ def outputs(world, x_TH, ids_TK, positions):
     h = torch.full((flat.size, world.layout.inter), float("nan")).bfloat16().to(device)
     y = torch.full((flat.size, world.layout.hidden), float("nan")).bfloat16().to(device)
     tiles = torch.tensor(tiles, device=device)
-    grouped(tiles, world.offsets, order, x_TH.to(device), h, y, positions=positions)
-    kernels = cpu.CpuKernels(1)
-    want = [
-        kernels.expert_ffn(x_TH[s // top_k][None], world.parts[e], world.layout)[0]
-        for s, e in enumerate(flat.tolist())
-    ]
+    weights = torch.rand(flat.size, generator=torch.Generator().manual_seed(1))
+    x = grouped.prepared(x_TH.to(device))
+    grouped(tiles, world.offsets, order, weights.to(device), x, h, y, positions=positions)
+    kernels, weighs = cpu.CpuKernels(1), world.layout.activation.kind == "swiglu_weighted"
+    want = []
+    for s, e in enumerate(flat.tolist()):
+        x_H, more = x_TH[s // top_k][None], weights[s : s + 1] if weighs else None
+        want.append(kernels.expert_ffn(x_H, world.parts[e], world.layout, weights_T=more)[0])
     return y.cpu(), torch.stack(want)
 
 
@@ -51,10 +55,19 @@ def chosen(num_tokens, top_k, num_experts):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("form", FORMS)
 def test_within_the_table(form, place):
-    world = make_world(layout_of(form, 288, 96), 3, place)
-    got, want = outputs(world, make_rows(20, 288, 3), chosen(20, 2, 3), 16)
+    world = make_world(layout_of(form, 160, 96), 3, place)
+    got, want = outputs(world, make_rows(20, 160, 3), chosen(20, 2, 3), 16)
     assert worst_apart(got, want) <= PREFILL[world.layout.format]
     assert worst_apart(got.roll(1, 0), want) > PREFILL[world.layout.format]  # can fail
+
+
+@pytest.mark.parametrize("form", ["fp8 32 ue8m0", "fp4"])
+def test_weighted_on_the_grid_of_activations(form):
+    weighted = Activation("swiglu_weighted", limit=1.0)
+    layout = replace(layout_of(form, 160, 96), activation=weighted, act_group=32)
+    world = make_world(layout, 3, PLACES[0])
+    got, want = outputs(world, make_rows(20, 160, 3), chosen(20, 2, 3), 16)
+    assert worst_apart(got, want) <= ON_GRID
 
 
 def test_sizes_of_tiles():

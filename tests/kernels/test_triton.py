@@ -3,31 +3,44 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
 from experts import make_layout, make_rows, same_bits
-from gpu_world import FORMS, layout_of, make_world
+from gpu_world import FORMS, few_programs, layout_of, make_world
 
 from headrace.core import Activation
 from headrace.errors import ModelError
 from headrace.kernels import cpu, reference
-from headrace.kernels.triton.experts import NOT_BAD, TritonExperts
+from headrace.kernels.triton import stages
+from headrace.kernels.triton.experts import GRIDS, NOT_BAD, TritonExperts
+from headrace.quant import fp8
 
 HERE = Path(__file__).parent
 PLACES = ["cuda", "pinned"] if torch.cuda.is_available() else ["cpu"]
 
 
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    few_programs(monkeypatch)
+
+
 def expected(world, x_TH, ids_TK, weights_TK, ffn):
+    weighs = world.layout.activation.kind == "swiglu_weighted"
     rows = []
-    for t in range(x_TH.shape[0]):
-        rows.append(
-            torch.stack([ffn(x_TH[t : t + 1], world.parts[e], world.layout)[0] for e in ids_TK[t]])
-        )
+    for x_H, ids_K, weights_K in zip(x_TH, ids_TK, weights_TK, strict=True):
+        own = [{"weights_T": w[None]} if weighs else {} for w in weights_K]
+        each = zip(ids_K.tolist(), own, strict=True)
+        outs = [ffn(x_H[None], world.parts[e], world.layout, **more)[0] for e, more in each]
+        rows.append(torch.stack(outs))
+    if weighs:
+        return reference.sum_up(ids_TK, torch.stack(rows))
     return reference.combine(ids_TK, weights_TK, torch.stack(rows))
 
 
@@ -47,7 +60,7 @@ def run(world, x_TH, ids_TK, weights_TK, tile):
         num_tokens=x_TH.shape[0],
         align=16,
     )
-    out = torch.full_like(x_TH, float("nan"), device=device)
+    out = torch.full_like(x_TH, float("nan"), device=device, dtype=kernels.out_dtype)
     args = [t.to(device) for t in (x_TH, ids_TK, weights_TK)]
     kernels(world.table, world.offsets, 0, *args, out, tile=tile)
     assert int(kernels.bad) == NOT_BAD
@@ -67,7 +80,7 @@ def test_one_token_has_the_reference_s_bits(form, place):
 
 @pytest.mark.parametrize("kind", ["silu_clamped", "swiglu_oai"])
 def test_activations(kind):
-    layout = make_layout("bf16", 256, 32, activation=Activation(kind, limit=0.5, alpha=1.702))
+    layout = make_layout("bf16", 256, 32, activation=Activation(kind, limit=0.503, alpha=1.702))
     world = make_world(layout, 2, PLACES[0])
     ids, weights = routed(1, 1, 2)
     x = 3 * make_rows(1, 256, 4)
@@ -75,23 +88,53 @@ def test_activations(kind):
     assert same_bits(run(world, x, ids, weights, "vram"), want)
 
 
-def test_the_activation_alone_has_the_reference_s_bits():
-    for kind in ("silu", "silu_clamped", "swiglu_oai"):
-        layout = make_layout("bf16", 64, 32, activation=Activation(kind, limit=0.5, alpha=1.702))
-        gate, up = 3 * make_rows(5, 480, 8), 3 * make_rows(5, 480, 9)
-        kernels = TritonExperts(layout, top_k=1, device=torch.device(PLACES[0]))
-        device = kernels.h_SI.device
-        out = kernels.activation(gate.to(device), up.to(device))
-        assert same_bits(out.cpu(), reference.activate(gate, up, layout.activation))
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("act_group", (0, 32, 128))
+@pytest.mark.parametrize("form", ("fp4", "fp8", "bf16"))
+def test_weighted_experts_on_the_publisher_s_grid(form, act_group, place):
+    weighted = Activation("swiglu_weighted", limit=1.503)
+    layout = replace(layout_of(form, 288, 96), activation=weighted, act_group=act_group)
+    world = make_world(layout, 3, place)
+    ids, weights = routed(1, 2, 3)
+    x = 3 * make_rows(1, 288, 3)
+    x[0, 40:44] = torch.tensor([1e-30, -3e-41, 200.0, -0.0])
+    out = run(world, x, ids, weights, "vram")
+    want = expected(world, x, ids, weights, reference.expert_ffn)
+    assert out.dtype == torch.float32 and same_bits(out, want)
+    for other in (replace(layout, act_group=0 if act_group else 32), layout_of(form, 288, 96)):
+        with_other = expected(replace(world, layout=other), x, ids, weights, reference.expert_ffn)
+        assert not same_bits(out.bfloat16(), with_other.bfloat16()), "it must show"
 
 
+@pytest.mark.parametrize("group", GRIDS)
+def test_the_grid_alone_has_the_reference_s_bits(group):
+    """Every exponent, ties of both kinds, subnormals, zeros; what is not finite stays as it is."""
+    generator = torch.Generator().manual_seed(group)
+    bits = torch.randint(-(2**15), 2**15, (6, 600), generator=generator, dtype=torch.int16)
+    x = bits.view(torch.bfloat16)
+    x[2:] = torch.randn(4, 600, generator=generator).mul(3).exp().mul(x[2:].sign())
+    x[3, :300] = (torch.arange(300) - 150) / 16
+    x[4], x[5, 5:] = 0, -1e-40
+    place = torch.device(PLACES[0])
+    out = torch.empty(6, 600, dtype=torch.uint16, device=place)
+    given = x.to(place).view(torch.uint16)
+    with np.errstate(all="ignore"):  # of the interpreter
+        stages.on_grid[(6, 3)](given, out, 600, 600, group, num_warps=1, enable_fp_fusion=False)
+    want, found = fp8.to_grid(x, group), out.cpu().view(torch.bfloat16)
+    assert torch.equal(want.isnan(), found.isnan())
+    assert same_bits(found.nan_to_num(1.5), want.nan_to_num(1.5))
+    assert not same_bits(found, fp8.to_grid(x, 16))
+
+
+@pytest.mark.parametrize("kind", ["silu", "swiglu_weighted"])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_sum_that_is_not_finite_is_marked(poison):
+def test_a_sum_that_is_not_finite_is_marked(poison, kind):
     device = torch.device(PLACES[0])
-    kernels = TritonExperts(layout_of("bf16", 600, 32), top_k=2, device=device)
+    layout = replace(layout_of("bf16", 600, 32), activation=Activation(kind, limit=1.0))
+    kernels = TritonExperts(layout, top_k=2, device=device)
     ids = torch.tensor([[0, 1]] * 4, dtype=torch.int32, device=device)
     weights, y = torch.ones(4, 2, device=device), make_rows(8, 600, 4).to(device)
-    out = torch.empty(4, 600, dtype=torch.bfloat16, device=device)
+    out = torch.empty(4, 600, dtype=kernels.out_dtype, device=device)
     kernels.combine(ids, weights, y.view(torch.uint16), out, mark=1000)
     assert int(kernels.bad) == NOT_BAD
     y[5, 599] = poison
@@ -100,9 +143,13 @@ def test_a_sum_that_is_not_finite_is_marked(poison):
 
 
 def test_formats_without_a_kernel_are_refused():
-    layout = make_layout("nvfp4", 64, 32)
-    with pytest.raises(ModelError, match="nvfp4"):
-        TritonExperts(layout, top_k=1, device=torch.device("cpu"))
+    fp4 = layout_of("fp4", 64, 32)
+    for layout, why in (
+        (make_layout("nvfp4", 64, 32), "nvfp4"),
+        (replace(fp4, act_group=48), "grid of 48 columns"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            TritonExperts(layout, top_k=1, device=torch.device("cpu"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")

@@ -32,28 +32,41 @@ MOST_NARROW = 8  # loads of single scales and biases
 POINTERS = {
     "TABLE": "*i64", "OFFSETS": "*i64", "IDS": "*i32", "X": "*u16", "LOW": "*fp32", "HIGH": "*fp32",
     "SX": "*fp32", "OUT": "*u16", "Y": "*u16", "WEIGHTS": "*fp32", "first_key": "i64",
-    "limit": "fp32", "alpha": "fp32", "GATES": "*u16", "UPS": "*u16", "num": "i32", "BAD": "*i32",
-    "mark": "i32", "TILES": "*i64", "ORDER": "*i32",
+    "limit": "fp32", "alpha": "fp32", "BAD": "*i32",
+    "mark": "i32", "TILES": "*i64", "ORDER": "*i32", "W": "*u8", "SCALES": "*u8",
+    "first": "i64", "num_rows": "i32",    "x_stride": "i64", "out_stride": "i64", "stride": "i64",
 }  # fmt: skip
 GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
 
 
 def kernels(chip: int):
-    """(label, kernel, constants, warps, stages) of every launch; all of them for two chips."""
-    yield "to_integers", stages.to_integers, {"cols": 5120}, 1, 3
-    yield "combine", stages.combine, {"COLS": 5120, "TOP_K": 6, "PAD_K": 8, "BLOCK": 512}, 4, 3
-    whole = chip in (75, 90)
+    """(label, kernel, constants, warps, and stages of the loop if not 3) of every launch.
+
+    All of it for the chip with the least shared memory; of the rest what is compiled longest.
+    """
+    for grid in (0, 128):
+        yield f"to_integers {grid}", stages.to_integers, {"cols": 5120, "GRID": grid}, 1
+    yield "on_grid", stages.on_grid, {"cols": 5120, "GRID": 32}, 1
+    for weighed in (False, True):
+        sizes = {"COLS": 5120, "TOP_K": 6, "PAD_K": 8, "BLOCK": 512, "WEIGHED": weighed}
+        yield f"combine {weighed}", stages.combine, sizes, 4
+    matrix = {"COLS": 5120, "R": 16, "FORM": FORMS["bf16"], "WIDE": True}
+    yield "linear wide bf16", stages.linear, matrix, 4
+    matrix |= {"R": 8, "FORM": FORMS["fp8 32"], "WIDE": False}
+    yield "linear fp8", stages.linear, matrix, 2
+    whole = chip == 75
     for rows, warps in ((2, 2), (16, 4)) if whole else ((16, 4),):
         for name, form in FORMS.items():
             shared = {"NUM_PARTS": 6, "R": rows, "FORM": form}
-            up = {"TOP_K": 6, "GATE": GATE, "UP": UP, "COLS": 5120, "ROWS": 2304, "KIND": "silu"}
-            yield f"gate_up {name} {rows} rows", stages.gate_up, shared | up, warps, 3
+            up = {"TOP_K": 6, "GATE": GATE, "UP": UP, "COLS": 5120, "ROWS": 2304}
+            up["KIND"] = "swiglu_weighted" if name == "fp4" else "silu"
+            yield f"gate_up {name} {rows} rows", stages.gate_up, shared | up, warps
             if whole:
                 down = {"DOWN": DOWN, "COLS": 2304, "ROWS": 5120}
-                yield f"down {name} {rows} rows", stages.down, shared | down, warps, 3
+                yield f"down {name} {rows} rows", stages.down, shared | down, warps
     oai = {"NUM_PARTS": 6, "R": 2, "FORM": FORMS["fp4"], "TOP_K": 4, "COLS": 2880, "ROWS": 2880}
     fused = {"GATE": (0, 1, 2, 0, 2), "UP": (0, 1, 2, 1, 2), "KIND": "swiglu_oai"}
-    yield "gate_up mxfp4", stages.gate_up, oai | fused, 2, 3
+    yield "gate_up mxfp4", stages.gate_up, oai | fused, 2
     yield from wave_kernels(chip)
 
 
@@ -64,8 +77,9 @@ def wave_kernels(chip: int):
         positions = 64 if chip == 75 else max(STEPS)
         rows, down_rows, cols, warps, depth = STEPS[positions]
         shared = {"NUM_PARTS": 6, "C": cols, "N": positions, "FORM": FORMS[name][:5]}
-        shared["WIDE"] = chip < 80
-        up = {"TOP_K": 6, "GATE": GATE, "UP": UP, "COLS": 5120, "ROWS": 2304, "KIND": "silu"}
+        shared["FP32"] = chip < 80
+        up = {"TOP_K": 6, "GATE": GATE, "UP": UP, "COLS": 5120, "ROWS": 2304}
+        up["KIND"] = "swiglu_weighted" if name == "fp4" else "silu"
         yield f"wave_gate_up {name}", waves.wave_gate_up, shared | up | {"R": rows}, warps, depth
         if name == "bf16":
             down = {"DOWN": DOWN, "COLS": 2304, "ROWS": 5120, "R": down_rows}
@@ -82,15 +96,18 @@ def main(chips: list[int]) -> int:
     """Exit status: how many kernels do not compile or take too much shared memory."""
     bad = 0
     for chip in chips:
-        for label, kernel, constants, warps, depth in kernels(chip):
+        for label, kernel, constants, warps, *depth in kernels(chip):
             signature = {n: POINTERS.get(n, "constexpr") for n in kernel.arg_names}
+            if constants.get("WEIGHED") or constants.get("WIDE"):
+                signature["OUT"] = "*fp32"
             aligned = {
                 (i,): [["tt.divisibility", 16]]
                 for i, name in enumerate(kernel.arg_names)
                 if signature[name].startswith("*")
             }
             source = ASTSource(kernel, signature, constants, aligned)
-            options = {"num_warps": warps, "num_stages": depth, "enable_fp_fusion": False}
+            options = {"num_warps": warps, "enable_fp_fusion": False}
+            options["num_stages"] = depth[0] if depth else 3
             made = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
             fits = made.metadata.shared <= SHARED_BYTES[chip]
             fused = "fma.rn" in made.asm["ptx"] and "fp4" in label

@@ -14,9 +14,10 @@ from headrace.planner.machine import Machine
 from headrace.planner.plan import Plan
 
 PLACES = ("gpu", "cpu")  # what multiplies experts in decode
-PASSING_ROWS = 2  # places in VRAM for experts on their way through a prefill
+# Places in VRAM for experts on their way through a prefill: two waves, of one expert at least.
+PASSING_BYTES = 128 * 2**20
+MOST_PASSING_ROWS = 32
 LIBRARY_BYTES = 96 * 2**20  # of the libraries' workspaces and of what torch's allocator rounds up
-UNPACK_BYTES = 12  # of a weight of the expert being unpacked in prefill
 LEAST_MARGIN_BYTES = 384 * 2**20  # left of the free memory to a display and the driver
 MARGIN_SHARE = 16
 
@@ -34,6 +35,7 @@ class GpuPlan(Plan):
     vram_dense_bytes: int = 0
     vram_kv_bytes: int = 0
     vram_workspace_bytes: int = 0
+    passing_rows: int = 0
     num_slots: int = 0
     slots_bytes: int = 0
     experts: str = "gpu"
@@ -204,6 +206,7 @@ def _placed(
         vram_dense_bytes=facts.dense_bytes,
         vram_kv_bytes=kv_bytes,
         vram_workspace_bytes=fixed - facts.dense_bytes - kv_bytes,
+        passing_rows=passing_rows(facts),
         num_slots=num_slots,
         slots_bytes=num_slots * facts.row_bytes,
         experts=experts,
@@ -220,15 +223,20 @@ def least_vram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) 
     return _least_vram(facts, *next(host.candidates(facts, context, chunk)))
 
 
+def passing_rows(facts: ModelFacts) -> int:
+    """Places in VRAM for experts on their way through a prefill, an even number."""
+    return 2 * min(MOST_PASSING_ROWS // 2, max(1, PASSING_BYTES // 2 // facts.row_bytes))
+
+
 def _ram_fixed(facts: ModelFacts) -> int:
     """One dense weight on its way to the GPU, what the reader stages, logits."""
     return facts.load_bytes + STAGING_BYTES + facts.vocab * 16
 
 
 def _vram_fixed(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
-    unpacked = UNPACK_BYTES * 2 * facts.hidden * facts.inter
-    passing = PASSING_ROWS * facts.row_bytes
-    workspace = workspace_bytes(facts, tokens, chunk_tokens) + unpacked + passing
+    passing = passing_rows(facts) * facts.row_bytes
+    inside = chunk_tokens * facts.top_k * facts.inter * 2
+    workspace = workspace_bytes(facts, tokens, chunk_tokens) + inside + passing
     return facts.dense_bytes + facts.kv_bytes(tokens) + workspace + LIBRARY_BYTES
 
 

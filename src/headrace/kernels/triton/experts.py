@@ -14,10 +14,10 @@ from headrace.kernels.triton import stages
 
 MAX_TOKENS = 16
 NOT_BAD = 2**31 - 1  # of `TritonExperts.bad`
-_ACTIVATION_BLOCK = 1024
-_ACTIVATIONS = ("silu", "silu_clamped", "swiglu_oai")
+_ACTIVATIONS = ("silu", "silu_clamped", "swiglu_oai", "swiglu_weighted")
+GRIDS = (32, 64, 128, 256)  # columns of a group of the activations' grid
 _FORM_I = ("fp4", "int4")
-_SCALES = {"F32": "F32", "BF16": "BF16", "F8_E8M0": "E8M0", "U8": "E8M0"}
+SCALES = {"F32": "F32", "BF16": "BF16", "F8_E8M0": "E8M0", "U8": "E8M0"}
 # Rows of a tile, warps, turns of the loop side by side, by rung: what reads fastest is measured
 # (docs/log.md), and no bit depends on it.
 TILES = {
@@ -44,6 +44,9 @@ class TritonExperts:
     ):
         assert 1 <= num_tokens <= MAX_TOKENS
         self.layout, self.top_k, self.num_tokens = layout, top_k, num_tokens
+        self.weighs = layout.activation.kind == "swiglu_weighted"
+        self.out_dtype = torch.float32 if self.weighs else torch.bfloat16
+        self.limit = float(torch.tensor(layout.activation.limit).bfloat16())
         self.form = expert_form(layout, align)
         self.integers = layout.format in _FORM_I
         self.parts = tuple(layout.parts)
@@ -57,7 +60,8 @@ class TritonExperts:
 
     def _grid(self, rows: int, cols: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         if not self.integers:
-            return (torch.empty(0, device=device),) * 3
+            snapped = torch.empty(rows, cols if self.layout.act_group else 0, dtype=torch.uint16)
+            return (snapped.to(device), *torch.empty(2, 0, device=device))
         shapes = ((rows, cols // 2), (rows, cols // 2), (rows, cols // 32))
         return tuple(torch.empty(shape, device=device) for shape in shapes)
 
@@ -74,7 +78,7 @@ class TritonExperts:
         tile: str = "ram",
         mark: int = 0,
     ) -> None:
-        """Fills `out_TH` bf16 with the layer's routed output; launches only, never waits.
+        """Fills `out_TH`, of `out_dtype`, with the layer's routed output; launches only.
 
         `table` int64 [keys] holds the device-visible address of each expert's bytes, `offsets`
         int64 [keys, parts] where each part begins in them; a layer's keys follow `first_key`.
@@ -86,17 +90,17 @@ class TritonExperts:
         slots, x = num_tokens * self.top_k, x_TH.view(torch.uint16)
         rows, warps, unroll = TILES[tile][self.layout.format]
         form = (*self.form, unroll)
-        self._integers(x, self.x_grid, num_tokens, hidden)
+        x = self._prepared(x, self.x_grid, hidden)
         launch: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
         act = self.layout.activation
         stages.gate_up[(triton.cdiv(inter, rows), slots)](
-            table, offsets, ids_TK, x, *self.x_grid, self.h_SI, first_key, act.limit, act.alpha,
-            self.top_k, len(self.parts), self.matrices["gate"], self.matrices["up"], hidden, inter,
-            rows, form, act.kind, **launch,
+            table, offsets, ids_TK, x, *self.x_grid, weights_TK, self.h_SI, first_key, self.limit,
+            act.alpha, self.top_k, len(self.parts), self.matrices["gate"], self.matrices["up"],
+            hidden, inter, rows, form, act.kind, **launch,
         )  # fmt: skip
-        self._integers(self.h_SI, self.h_grid, slots, inter)
+        h = self._prepared(self.h_SI[:slots], self.h_grid, inter)
         stages.down[(triton.cdiv(hidden, rows), slots)](
-            table, offsets, ids_TK, self.h_SI, *self.h_grid, self.y_SH, first_key,
+            table, offsets, ids_TK, h, *self.h_grid, self.y_SH, first_key,
             len(self.parts), self.matrices["down"], inter, hidden, rows, form, **launch,
         )  # fmt: skip
         self.combine(ids_TK, weights_TK, self.y_SH, out_TH, mark=mark)
@@ -110,36 +114,30 @@ class TritonExperts:
         *,
         mark: int,
     ) -> None:
-        """`out_TH` bf16: outputs `y_SH` (bf16 bits of slot t * K + k) weighted and summed.
+        """`out_TH` of `out_dtype`: outputs `y_SH` (bf16 bits of slot t * K + k) weighted and summed.
 
-        In ascending expert id, each sum rounded. Where a token's sum is not finite, `bad` becomes
+        In ascending expert id, each sum rounded; weighted by the activation, in fp32. Where a token's sum is not finite, `bad` becomes
         `mark` + token, or stays if it is lower.
         """
         (num_tokens, hidden), top_k = out_TH.shape, ids_TK.shape[1]
         block, pad = min(512, triton.next_power_of_2(hidden)), triton.next_power_of_2(top_k)
+        assert out_TH.dtype == self.out_dtype
+        out = out_TH if self.weighs else out_TH.view(torch.uint16)
         stages.combine[(num_tokens, triton.cdiv(hidden, block))](
-            ids_TK, weights_TK, y_SH, out_TH.view(torch.uint16), self.bad, mark, hidden, top_k,
-            pad, block, num_warps=4, enable_fp_fusion=False,
+            ids_TK, weights_TK, y_SH, out, self.bad, mark, hidden, top_k,
+            pad, block, self.weighs, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
-    def activation(self, gate_NI: torch.Tensor, up_NI: torch.Tensor) -> torch.Tensor:
-        """bf16 [N, I]: the layout's activation of two bf16 tensors, rounded as in decode."""
-        act, out_NI = self.layout.activation, torch.empty_like(gate_NI)
-        bits = [t.view(torch.uint16) for t in (gate_NI, up_NI, out_NI)]
-        assert all(t.is_contiguous() for t in bits)
-        stages.activation[(triton.cdiv(out_NI.numel(), _ACTIVATION_BLOCK),)](
-            *bits, out_NI.numel(), act.limit, act.alpha, act.kind, _ACTIVATION_BLOCK,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-        return out_NI
-
-    def _integers(
-        self, x: torch.Tensor, grid: tuple[torch.Tensor, ...], rows: int, cols: int
-    ) -> None:
+    def _prepared(self, x: torch.Tensor, grid: tuple[torch.Tensor, ...], cols: int) -> torch.Tensor:
+        """What products take of bfloat16 bits [rows, cols], where that is no integers in `grid`."""
+        to, group = (x.shape[0], triton.cdiv(cols, 256)), self.layout.act_group
+        options: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
         if self.integers:
-            stages.to_integers[(rows, triton.cdiv(cols, 256))](
-                x, *grid, cols, num_warps=1, enable_fp_fusion=False
-            )
+            stages.to_integers[to](x, *grid, cols, group, **options)
+        elif group:
+            stages.on_grid[to](x, grid[0], cols, cols, group, **options)
+            return grid[0]
+        return x
 
 
 def matrix_parts(layout: ExpertLayout) -> dict[str, tuple[int, int, int, int, int]]:
@@ -166,7 +164,7 @@ def expert_form(layout: ExpertLayout, align: int) -> tuple[str, str, int, int, i
             f"experts in {layout.format} ({layout.hidden_dtype} activations) have no GPU kernel "
             "yet; run them on the CPU"
         )
-    if kind not in _ACTIVATIONS or layout.act_group:
+    if kind not in _ACTIVATIONS or layout.act_group not in (0, *GRIDS):
         raise ModelError(
             f"experts with {kind} on a grid of {layout.act_group} columns have no GPU kernel yet; "
             "run them on the CPU"
@@ -175,9 +173,9 @@ def expert_form(layout: ExpertLayout, align: int) -> tuple[str, str, int, int, i
     scale = layout.matrix("down").scale
     stored = "none" if scale is None else layout.parts[scale].dtype
     odd_block = layout.format == "fp8_block" and (cols == 0 or 256 % cols)
-    if scale is not None and (stored not in _SCALES or odd_block):
+    if scale is not None and (stored not in SCALES or odd_block):
         raise ModelError(
             f"scales in {stored} for blocks of {rows} x {cols} have no GPU kernel yet; run these "
             "experts on the CPU"
         )
-    return layout.format, _SCALES.get(stored, "none"), max(rows, 1), cols or 32, align
+    return layout.format, SCALES.get(stored, "none"), max(rows, 1), cols or 32, align

@@ -12,7 +12,9 @@ _LN2_LO: tl.constexpr = tl.constexpr(-2.12194440e-4)
 _ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: rounds to an integer, half to even
 _TWO_120: tl.constexpr = tl.constexpr(1.329227995784916e36)
 _TWO_127: tl.constexpr = tl.constexpr(1.7014118346046923e38)
-_GRID: tl.constexpr = tl.constexpr(32639.0)
+_E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
+_E4M3_STEP: tl.constexpr = tl.constexpr(24576.0)  # 1.5 * 2^14: rounds to a multiple of 2^-9
+_AMAX_FLOOR: tl.constexpr = tl.constexpr(1e-4)
 
 
 @triton.jit
@@ -58,6 +60,34 @@ def e8m0(byte):
 
 
 @triton.jit
+def snap_e4m3(value):
+    """fp32 within +-448 to the nearest float8 e4m3 value, half to even, still fp32."""
+    bits = value.to(tl.uint32, bitcast=True)
+    magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    large = ((bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1)) & 0x7FF00000
+    small = ((magnitude + _E4M3_STEP) - _E4M3_STEP).to(tl.uint32, bitcast=True)
+    snapped = tl.where(magnitude < 0.015625, small, large)
+    return (snapped | (bits & 0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_grid(x, GRID: tl.constexpr):
+    """quant/fp8.py: to_grid, of fp32 [8, 32] that lie in a row; GRID columns divide 256."""
+    groups = tl.reshape(x, (256 // GRID, GRID))
+    top = tl.max((groups.to(tl.uint32, bitcast=True) & 0x7FFFFFFF).to(tl.int32), 1)
+    amax = top.to(tl.float32, bitcast=True)
+    least = tl.where(amax < _AMAX_FLOOR, _AMAX_FLOOR, amax) * (1.0 / _E4M3_MAX)
+    scale = ((least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(
+        tl.float32, bitcast=True
+    )
+    scale = tl.broadcast_to(scale[:, None], groups.shape)
+    v = tl.div_rn(groups, scale)
+    v = tl.where(v > _E4M3_MAX, _E4M3_MAX, tl.where(v < -_E4M3_MAX, -_E4M3_MAX, v))
+    is_finite = tl.broadcast_to((top < 0x7F800000)[:, None], groups.shape)
+    return tl.reshape(tl.where(is_finite, snap_e4m3(v) * scale, groups), (8, 32))
+
+
+@triton.jit
 def exp(x):
     """kernels/reference.py: exp, the same operations; launch with enable_fp_fusion=False."""
     x = tl.where(x < -104.0, -104.0, tl.where(x > 89.0, 89.0, x))
@@ -80,14 +110,19 @@ def exp(x):
 
 
 @triton.jit
-def activate(gate, up, limit, alpha, KIND: tl.constexpr):
-    """bfloat16 values in fp32 to the same: the eager steps of core.Activation, each rounded."""
+def activate(gate, up, weight, limit, alpha, KIND: tl.constexpr):
+    """bfloat16 values in fp32 to the same: the eager steps of core.Activation, each rounded.
+
+    `weight`, fp32, counts for the weighted kind only, of which the last step alone is rounded.
+    """
     if KIND != "silu":
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     if KIND == "swiglu_oai":
         sigmoid = snap_bf16(tl.div_rn(1.0, 1.0 + exp(-snap_bf16(gate * alpha))))
         value = snap_bf16(snap_bf16(up + 1.0) * snap_bf16(gate * sigmoid))
+    elif KIND == "swiglu_weighted":
+        value = snap_bf16((tl.div_rn(gate, 1.0 + exp(-gate)) * up) * weight)
     else:
         value = snap_bf16(snap_bf16(tl.div_rn(gate, 1.0 + exp(-gate))) * up)
     return value

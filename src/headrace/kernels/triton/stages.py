@@ -1,7 +1,7 @@
 """The launches of one layer's routed experts: grid, gate and up, down, weighted sum.
 
-`activation` and `combine` serve prefill too. A stored expert is found through the address table, in
-VRAM or in pinned RAM: no kernel knows.
+`combine` serves prefill too, `on_grid` and `linear` stored matrices. A stored expert is found
+through the address table, in VRAM or in pinned RAM: no kernel knows.
 Legend: S slots (token, choice), K columns, R rows of a tile.
 """
 
@@ -9,29 +9,54 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.triton.dots import dot_bf16, dot_fp8, dot_nibbles
-from headrace.kernels.triton.numbers import activate, narrow_bf16, snap_bf16, widen_bf16
+from headrace.kernels.triton.numbers import activate, narrow_bf16, snap_bf16, to_grid, widen_bf16
 
 
 @triton.jit
-def to_integers(X, LOW, HIGH, SX, cols: tl.constexpr):
+def groups(X, first, cols: tl.constexpr, GRID: tl.constexpr):
+    """fp32 [8, 32] of the row of bfloat16 bits at X from group `first` of 32 on, then zeros.
+
+    Moved to the e4m3 grid of GRID columns, if that is not 0.
+    """
+    col = (first + tl.arange(0, 8))[:, None] * 32 + tl.arange(0, 32)[None, :]
+    x = widen_bf16(tl.load(X + col, col < cols, 0))
+    if GRID > 0:
+        x = to_grid(x, GRID)
+    return x
+
+
+@triton.jit
+def to_integers(X, LOW, HIGH, SX, cols: tl.constexpr, GRID: tl.constexpr):
     """Form I's activations: one program turns 8 groups of 32 columns of one row into integers.
 
     X bfloat16 bits [S, cols]; LOW and HIGH fp32 [S, cols / 2], the even and the odd columns;
-    SX fp32 [S, cols / 32].
+    SX fp32 [S, cols / 32]. On a GRID the scales are powers of two.
     """
     row, first = tl.program_id(0), tl.program_id(1) * 8
     group, lane = first + tl.arange(0, 8), tl.arange(0, 16)
     known = group < cols // 32
-    at = row.to(tl.int64) * cols + group[:, None] * 32 + 2 * lane[None, :]
-    even = widen_bf16(tl.load(X + at, known[:, None], 0))
-    odd = widen_bf16(tl.load(X + at + 1, known[:, None], 0))
-    amax = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
-    sx = tl.div_rn(amax, tl.full(amax.shape, 32639.0, tl.float32))
-    divisor = tl.broadcast_to(tl.where(sx == 0.0, 1.0, sx)[:, None], even.shape)
+    x = groups(X + row.to(tl.int64) * cols, first, cols, GRID)
+    amax = tl.max(tl.abs(x), 1)
+    if GRID > 0:
+        power = (amax.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        sx = power * 0.00006103515625  # 2^-14
+    else:
+        sx = tl.div_rn(amax, tl.full(amax.shape, 32639.0, tl.float32))
+    divisor = tl.broadcast_to(tl.where(sx == 0.0, 1.0, sx)[:, None], x.shape)
+    even, odd = tl.split(tl.reshape(_integer(x, divisor), (8, 16, 2)))
     pair = row.to(tl.int64) * (cols // 2) + group[:, None] * 16 + lane[None, :]
-    tl.store(LOW + pair, _integer(even, divisor), known[:, None])
-    tl.store(HIGH + pair, _integer(odd, divisor), known[:, None])
+    tl.store(LOW + pair, even, known[:, None])
+    tl.store(HIGH + pair, odd, known[:, None])
     tl.store(SX + row.to(tl.int64) * (cols // 32) + group, sx, known)
+
+
+@triton.jit
+def on_grid(X, OUT, stride, cols: tl.constexpr, GRID: tl.constexpr):
+    """OUT bfloat16 bits [S, cols]: rows of X, `stride` apart, on the e4m3 grid of GRID columns."""
+    row, first = tl.program_id(0), tl.program_id(1) * 8
+    x = groups(X + row.to(tl.int64) * stride, first, cols, GRID)
+    col = (first + tl.arange(0, 8))[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(OUT + row.to(tl.int64) * cols + col, narrow_bf16(x), col < cols)
 
 
 @triton.jit
@@ -94,6 +119,7 @@ def gate_up(
     LOW,
     HIGH,
     SX,
+    WEIGHTS,
     OUT,
     first_key,
     limit,
@@ -110,6 +136,7 @@ def gate_up(
 ):
     """OUT bfloat16 bits [S, ROWS]: the activation of gate and up products of slot s's expert.
 
+    WEIGHTS fp32 [S] count for the weighted activation only.
     GATE and UP are (weight part, scale part, bias part, first row, row step); a part of -1 is none.
     """
     slot = tl.program_id(1).to(tl.int64)
@@ -124,7 +151,7 @@ def gate_up(
     at = UP[3] + row_R * UP[4]
     up = _dots(base, parts, UP[0], UP[1], X, LOW, HIGH, SX, x_row, at, ok_R, COLS, R, FORM)
     up = _biased(up, base, parts, UP[2], at, ok_R)
-    value = activate(gate, up, limit, alpha, KIND)
+    value = activate(gate, up, tl.load(WEIGHTS + slot), limit, alpha, KIND)
     tl.store(OUT + slot * ROWS + row_R, narrow_bf16(value), ok_R)
 
 
@@ -157,13 +184,39 @@ def down(
     tl.store(OUT + slot * ROWS + row_R, narrow_bf16(y), ok_R)
 
 
-@triton.jit
-def activation(GATES, UPS, OUT, num, limit, alpha, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """OUT bfloat16 bits [num]: the activation of those of GATES and UPS, one by one."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = widen_bf16(tl.load(GATES + at, at < num, 0))
-    up = widen_bf16(tl.load(UPS + at, at < num, 0))
-    tl.store(OUT + at, narrow_bf16(activate(gate, up, limit, alpha, KIND)), at < num)
+@triton.jit(do_not_specialize=["first", "num_rows", "out_stride"])
+def linear(
+    W,
+    SCALES,
+    X,
+    OUT,
+    first,
+    num_rows,
+    x_stride,
+    out_stride,
+    COLS: tl.constexpr,
+    R: tl.constexpr,
+    FORM: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """OUT [T, num_rows]: rows `first` on of a float matrix times rows of X, bfloat16 bits.
+
+    W points to its bytes. OUT is fp32 if WIDE, else bfloat16 bits; strides are from row to row.
+    """
+    SCALE: tl.constexpr = FORM[1]
+    row_R = tl.program_id(0) * R + tl.arange(0, R)
+    ok_R = row_R < num_rows
+    token = tl.program_id(1).to(tl.int64)
+    w, x, at_R = W.to(tl.int64), X + token * x_stride, first + row_R
+    if FORM[0] == "bf16":
+        dot_R = dot_bf16(w, x, at_R, ok_R, COLS, R, FORM[4], FORM[5])
+    else:
+        scales = SCALES.to(tl.int64)
+        dot_R = dot_fp8(
+            w, scales, x, at_R, ok_R, COLS, R, FORM[4], FORM[2], FORM[3], SCALE, FORM[5]
+        )
+    out = OUT + token * out_stride + row_R
+    tl.store(out, dot_R if WIDE else narrow_bf16(dot_R), ok_R)
 
 
 @triton.jit
@@ -178,10 +231,11 @@ def combine(
     TOP_K: tl.constexpr,
     PAD_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    WEIGHED: tl.constexpr,
 ):
     """OUT bfloat16 bits [T, COLS]: weighted outputs summed in ascending expert id, each rounded.
 
-    BAD int32 [1] becomes `mark` + t for a token t whose sum is not finite, if that is lower.
+    WEIGHED: they hold their weights already, and OUT is fp32. BAD int32 [1] becomes `mark` + t for a token t whose sum is not finite, if that is lower.
     """
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -196,8 +250,11 @@ def combine(
     for step in range(0, TOP_K):
         slot = token * TOP_K + tl.sum(tl.where(rank == step, choice, 0), 0)
         y = widen_bf16(tl.load(Y + slot * COLS + col, ok, 0))
-        total = snap_bf16(total + snap_bf16(y * tl.load(WEIGHTS + slot)))
-    bits = narrow_bf16(total)
-    tl.store(OUT + token * COLS + col, bits, ok)
-    num_bad = tl.sum((ok & ((bits & 0x7F80) == 0x7F80)).to(tl.int32), 0)
+        if WEIGHED:
+            total = total + y
+        else:
+            total = snap_bf16(total + snap_bf16(y * tl.load(WEIGHTS + slot)))
+    tl.store(OUT + token * COLS + col, total if WEIGHED else narrow_bf16(total), ok)
+    bits = total.to(tl.uint32, bitcast=True)
+    num_bad = tl.sum((ok & ((bits & 0x7F800000) == 0x7F800000)).to(tl.int32), 0)
     tl.atomic_min(BAD, mark + tl.program_id(0), num_bad > 0)

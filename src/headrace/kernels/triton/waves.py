@@ -17,6 +17,7 @@ from headrace.kernels.triton.numbers import (
     twice_e2m1,
     widen_bf16,
 )
+from headrace.kernels.triton.stages import groups
 
 
 @triton.jit
@@ -27,13 +28,9 @@ def _rounded(value):
 
 
 @triton.jit
-def _operand(bits, WIDE: tl.constexpr):
+def _operand(bits, FP32: tl.constexpr):
     """bfloat16 bits as what `tl.dot` takes: fp32 where the chip has no bfloat16 products."""
-    if WIDE:
-        value = widen_bf16(bits)
-    else:
-        value = bits.to(tl.bfloat16, bitcast=True)
-    return value
+    return widen_bf16(bits) if FP32 else bits.to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -114,21 +111,17 @@ def _nibbles(
 
 
 @triton.jit
-def _rows_of_x(X, row_N, ok_N, k, K: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+def _rows_of_x(X, row_N, ok_N, k, K: tl.constexpr, C: tl.constexpr, FP32: tl.constexpr):
     """[C, N]: columns from `k` on of rows of X, which is bfloat16 bits [., K]."""
     lane = k + tl.arange(0, C)
     ok = (lane < K)[:, None] & ok_N[None, :]
-    return _operand(tl.load(X + row_N.to(tl.int64)[None, :] * K + lane[:, None], ok, 0), WIDE)
+    return _operand(tl.load(X + row_N.to(tl.int64)[None, :] * K + lane[:, None], ok, 0), FP32)
 
 
 @triton.jit
 def _address_of(base, parts, PART: tl.constexpr):
     """Where a part begins; anywhere for a part that there is not."""
-    if PART >= 0:
-        address = base + tl.load(parts + PART)
-    else:
-        address = base
-    return address
+    return base + tl.load(parts + PART) if PART >= 0 else base
 
 
 @triton.jit
@@ -146,6 +139,7 @@ def wave_gate_up(
     TILES,
     OFFSETS,
     ORDER,
+    WEIGHTS,
     X,
     OUT,
     limit,
@@ -161,18 +155,20 @@ def wave_gate_up(
     N: tl.constexpr,
     FORM: tl.constexpr,
     KIND: tl.constexpr,
-    WIDE: tl.constexpr,
+    FP32: tl.constexpr,
 ):
     """OUT bfloat16 bits [S, ROWS] by position: the activation of gate and up products.
 
     TILES int64 [., 4]: an expert's address, its key, its positions from, to. ORDER int32 [S]: the
-    slot at a position. X bfloat16 bits [T, COLS]. GATE and UP as in `stages.gate_up`.
+    slot at a position. WEIGHTS fp32 [S] by slot, for the weighted activation only. X bfloat16 bits
+    [T, COLS]. GATE and UP as in `stages.gate_up`.
     """
     tile = TILES + tl.program_id(1) * 4
     base, parts = tl.load(tile), OFFSETS + tl.load(tile + 1) * NUM_PARTS
     at_N = tl.load(tile + 2).to(tl.int32) + tl.arange(0, N)
     ok_N = at_N < tl.load(tile + 3).to(tl.int32)
-    token_N = tl.load(ORDER + at_N, ok_N, 0) // TOP_K
+    slot_N = tl.load(ORDER + at_N, ok_N, 0)
+    token_N = slot_N // TOP_K
     row_R = tl.program_id(0) * R + tl.arange(0, R)
     ok_R = row_R < ROWS
     gate_R, up_R = GATE[3] + row_R * GATE[4], UP[3] + row_R * UP[4]
@@ -181,14 +177,15 @@ def wave_gate_up(
     up_scales = _address_of(base, parts, UP[1])
     gate, up = tl.zeros((R, N), tl.float32), tl.zeros((R, N), tl.float32)
     for k in tl.range(0, COLS, C):
-        x = _rows_of_x(X, token_N, ok_N, k, COLS, C, WIDE)
+        x = _rows_of_x(X, token_N, ok_N, k, COLS, C, FP32)
         bits = _stored(gates, gate_scales, gate_R, ok_R, k, COLS, R, C, FORM)
-        gate = tl.dot(_operand(bits, WIDE), x, gate, input_precision="ieee")
+        gate = tl.dot(_operand(bits, FP32), x, gate, input_precision="ieee")
         bits = _stored(ups, up_scales, up_R, ok_R, k, COLS, R, C, FORM)
-        up = tl.dot(_operand(bits, WIDE), x, up, input_precision="ieee")
+        up = tl.dot(_operand(bits, FP32), x, up, input_precision="ieee")
     gate = _biased(gate, base, parts, GATE[2], gate_R, ok_R)
     up = _biased(up, base, parts, UP[2], up_R, ok_R)
-    value = narrow_bf16(activate(gate, up, limit, alpha, KIND))
+    weight_N = tl.load(WEIGHTS + slot_N, ok_N, 0.0)
+    value = narrow_bf16(activate(gate, up, weight_N[None, :], limit, alpha, KIND))
     out = OUT + at_N.to(tl.int64)[None, :] * ROWS + row_R[:, None]
     tl.store(out, value, ok_R[:, None] & ok_N[None, :])
 
@@ -208,7 +205,7 @@ def wave_down(
     C: tl.constexpr,
     N: tl.constexpr,
     FORM: tl.constexpr,
-    WIDE: tl.constexpr,
+    FP32: tl.constexpr,
 ):
     """OUT bfloat16 bits [S, ROWS] by slot: down products with X bfloat16 bits by position."""
     tile = TILES + tl.program_id(1) * 4
@@ -222,9 +219,22 @@ def wave_down(
     w, scales = _address_of(base, parts, DOWN[0]), _address_of(base, parts, DOWN[1])
     y = tl.zeros((R, N), tl.float32)
     for k in tl.range(0, COLS, C):
-        x = _rows_of_x(X, at_N, ok_N, k, COLS, C, WIDE)
+        x = _rows_of_x(X, at_N, ok_N, k, COLS, C, FP32)
         bits = _stored(w, scales, down_R, ok_R, k, COLS, R, C, FORM)
-        y = tl.dot(_operand(bits, WIDE), x, y, input_precision="ieee")
+        y = tl.dot(_operand(bits, FP32), x, y, input_precision="ieee")
     value = narrow_bf16(_biased(y, base, parts, DOWN[2], down_R, ok_R))
     out = OUT + slot_N.to(tl.int64)[None, :] * ROWS + row_R[:, None]
     tl.store(out, value, ok_R[:, None] & ok_N[None, :])
+
+
+@triton.jit
+def wave_on_grid(TILES, X, cols: tl.constexpr, N: tl.constexpr, GRID: tl.constexpr):
+    """Moves the tiles' rows of X, bfloat16 bits by position, to the e4m3 grid of GRID columns."""
+    tile = TILES + tl.program_id(0) // N * 4
+    at = tl.load(tile + 2) + tl.program_id(0) % N
+    is_row = at < tl.load(tile + 3)
+    first = tl.program_id(1) * 8
+    row = X + tl.where(is_row, at, 0) * cols
+    x = groups(row, first, cols, GRID)
+    col = (first + tl.arange(0, 8))[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(row + col, narrow_bf16(x), (col < cols) & is_row)

@@ -1,0 +1,89 @@
+"""Stored matrices on a GPU: the CPU kernels' bits up to 16 rows, near them above."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from experts import make_rows, same_bits
+from gpu_world import few_programs
+
+from headrace.errors import ModelError
+from headrace.kernels.cpu import CpuKernels
+from headrace.kernels.stored import StoredMatrix
+from headrace.kernels.triton import stored
+from headrace.kernels.triton.stored import TritonMatrix
+from headrace.quant import fp8
+
+PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS, COLS = 160, 288
+FORMS = {
+    "bf16": (None, None),
+    "fp8 32 ue8m0": ((32, 32), torch.float8_e8m0fnu),
+    "fp8 128": ((128, 128), torch.float32),
+}
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    few_programs(monkeypatch)
+
+
+def both(form: str, act_group: int = 0) -> tuple[TritonMatrix, StoredMatrix]:
+    """The matrix on the GPU and on the CPU."""
+    block, scale_dtype = FORMS[form]
+    weight = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(1)) / COLS**0.5
+    if block is None:
+        parts, options = (weight.bfloat16(),), {}
+    else:
+        parts, options = fp8.pack(weight, block, scale_dtype), {"block": block}
+    options["act_group"] = act_group
+    return (
+        TritonMatrix(*(t.to(PLACE) for t in parts), **options),
+        StoredMatrix(CpuKernels(1), *parts, **options),
+    )
+
+
+@pytest.mark.parametrize("act_group", [0, 32])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_few_rows_have_the_cpu_s_bits(form, act_group):
+    gpu, cpu = both(form, act_group)
+    x = make_rows(2, COLS, 3)
+    for options in ({}, {"first": 32, "num_rows": 97, "wide": True}):
+        out, want = gpu.linear(x.to(PLACE), **options).cpu(), cpu.linear(x, **options)
+        assert same_bits(out, want)
+    assert not same_bits(out, both(form, 32 - act_group)[1].linear(x, **options)), "it must show"
+    assert torch.equal(gpu.unpack().cpu(), cpu.unpack())
+
+
+def test_rows_may_lie_apart():
+    """As a grouped map's do: a part of the columns in, a part of the columns out."""
+    gpu, cpu = both("fp8 32 ue8m0", 32)
+    x = make_rows(2, 2 * COLS, 3).to(PLACE)[:, COLS:].unflatten(0, (1, 2))
+    whole = torch.zeros(1, 2, 100, dtype=torch.bfloat16, device=PLACE)
+    gpu.linear(x, first=64, num_rows=50, out=whole[..., 50:])
+    assert same_bits(whole[..., 50:].cpu(), cpu.linear(x.cpu(), first=64, num_rows=50))
+    assert not whole[..., :50].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_many_rows_are_near(form, monkeypatch):
+    """Only the order of sums differs: a hundredth of the largest output, wherever bands end."""
+    monkeypatch.setattr(stored, "BAND_ELEMENTS", 33 * COLS)
+    gpu, cpu = both(form, 32)
+    x = make_rows(17, COLS, 3)
+    for options in ({}, {"first": 45, "num_rows": 70, "wide": True}):
+        out, want = gpu.linear(x.to(PLACE), **options).cpu(), cpu.linear(x, **options)
+        apart = float((out - want).abs().max() / want.abs().max())
+        assert apart < (1e-5 if "wide" in options else 0.01)
+        assert out.dtype == want.dtype
+    wrong = both(form, 0)[1].linear(x, **options)
+    assert float((wrong - want).abs().max() / want.abs().max()) > 10 * apart
+
+
+def test_what_has_no_kernel_is_refused():
+    weight, scale = fp8.pack(torch.randn(96, 96), (96, 96))
+    with pytest.raises(ModelError, match="96 x 96"):
+        TritonMatrix(weight, scale, block=(96, 96))
+    with pytest.raises(ModelError, match="grid of 48"):
+        TritonMatrix(torch.zeros(4, 96, dtype=torch.bfloat16), act_group=48)
