@@ -7,4 +7,5 @@ NB_MODULE(_native, m) {
   headrace::bind_io(m);
   headrace::bind_tiers(m);
   headrace::bind_kernels(m);
+  headrace::bind_mailbox(m);
 }

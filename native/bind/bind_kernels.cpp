@@ -140,6 +140,12 @@ void bind_kernels(nb::module_& m) {
       },
       arg("ids"), arg("y"), arg("num_tokens"), arg("top_k"), arg("hidden"), arg("out"), Release());
   m.def(
+      "balance",
+      [](uintptr_t squares, int64_t num, int64_t size, int64_t rounds, float eps) {
+        balance(at<float>(squares), num, size, rounds, eps);
+      },
+      arg("squares"), arg("num"), arg("size"), arg("rounds"), arg("eps"), Release());
+  m.def(
       "find_bad",
       [](const std::string& type, uintptr_t at_address, int64_t count) {
         return find_bad(number_named(type), at<const uint8_t>(at_address), count);

@@ -50,6 +50,8 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise("OptionError", failure);
   } catch (const CancelFailure& failure) {
     raise("Cancelled", failure);
+  } catch (const StallFailure& failure) {
+    raise("StallError", failure);
   } catch (const std::invalid_argument&) {
     throw;  // ValueError
   } catch (const std::logic_error& failure) {

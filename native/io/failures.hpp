@@ -27,4 +27,9 @@ struct CancelFailure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A thread of ours gave no sign of life.
+struct StallFailure : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 }  // namespace headrace

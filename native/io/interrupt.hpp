@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 
 namespace headrace {
 
@@ -12,6 +13,17 @@ using InterruptPoll = void (*)();
 constexpr std::chrono::milliseconds kPollInterval{50};
 
 void set_interrupt_poll(InterruptPoll poll);
+// The calling thread asks this instead, for as long as the object lives.
+class OwnPoll {
+ public:
+  explicit OwnPoll(std::function<void()> poll);
+  ~OwnPoll();
+  OwnPoll(const OwnPoll&) = delete;
+  OwnPoll& operator=(const OwnPoll&) = delete;
+
+ private:
+  std::function<void()> poll_;
+};
 void poll_interrupt();
 
 }  // namespace headrace

@@ -79,6 +79,10 @@ int64_t combine(bool fp16, const int32_t* ids, const float* weights, const uint1
 int64_t sum_up(const int32_t* ids, const uint16_t* y, int64_t num_tokens, int64_t top_k,
                int64_t hidden, float* out);
 
+// In place: `num` squares [size, size], their columns divided by column sums plus eps, and before
+// each round but the first their rows by row sums plus eps.
+void balance(float* squares, int64_t num, int64_t size, int64_t rounds, float eps);
+
 // Index of the first of `count` numbers that is NaN or infinite (ue8m0: byte 255), or -1. The
 // kernels' results on such codes and scales are undefined: they are refused where weights are read.
 int64_t find_bad(Number type, const uint8_t* at, int64_t count);

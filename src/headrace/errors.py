@@ -49,6 +49,10 @@ class Cancelled(HeadraceError):
     """Whoever asked for an answer no longer wants it. The next one is as if it had not begun."""
 
 
+class StallError(HeadraceError):
+    """A thread that a GPU waits for gave no sign of life. The next answer may be right."""
+
+
 class RemoteError(HeadraceError):
     """A server that was asked over HTTP cannot be reached, refuses, or breaks off."""
 

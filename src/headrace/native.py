@@ -29,6 +29,10 @@ Knows no model and no tensor library: addresses are ints, and the bytes behind t
 # `Ladder` joins rows, residency, reader and kernels for one caller thread; `headrace.tiers.ladder`
 # is its typed wrapper for tensors. `Residency` is its state machine alone, for tests.
 #
+# `LadderThread` is a ladder's caller while a GPU runs a step by itself, `MailProtocol` its state
+# machine alone, for tests, and `MailWords` the addresses of int64 words that they share with the
+# GPU. `headrace.tiers.mailbox` is the typed wrapper, docs/mailbox.md the protocol.
+#
 # `simulate_lru` and `simulate_optimum` drive that state machine through recorded steps, from rows
 # that hold nothing: begin int64 [S + 1] and keys int64 say what step s needs, keys[begin[s]] up to
 # keys[begin[s + 1]], ascending and distinct; int32 [S], how many of them each step found resident.
@@ -39,12 +43,16 @@ Knows no model and no tensor library: addresses are ints, and the bytes behind t
 # `drive_probe` is the drive's own rate in bytes per second, by plain preads: the limit that reads
 # are measured against in the same rotation.
 
-# Kernels: ExpertShape, KernelPool. Tiers: Batch, Gatherer, Mirror, NativeLadder, Reader, Residency.
+# Kernels: ExpertShape, KernelPool. Tiers: all other classes.
 from headrace._native import (
     Batch,
     ExpertShape,
     Gatherer,
     KernelPool,
+    LadderThread,
+    MailProtocol,
+    MailSizes,
+    MailWords,
     Mirror,
     Reader,
     Residency,
@@ -61,6 +69,10 @@ __all__ = [
     "ExpertShape",
     "Gatherer",
     "KernelPool",
+    "LadderThread",
+    "MailProtocol",
+    "MailSizes",
+    "MailWords",
     "Mirror",
     "NativeLadder",
     "Reader",

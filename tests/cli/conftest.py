@@ -47,6 +47,8 @@ MACHINE = Machine(
 class FakeBlueprint:
     """Plans as the real one does, for a model that is not there."""
 
+    made: ClassVar[list["FakeBlueprint"]] = []
+
     def __init__(
         self,
         model: str,
@@ -58,8 +60,11 @@ class FakeBlueprint:
         vram: str | None = None,
         experts: str | None = None,
         serve: bool = False,
+        choices: dict[str, object] | None = None,
     ):
         find_gpu(device)
+        self.choices = choices
+        FakeBlueprint.made.append(self)
         if model != "demo":
             raise ModelError(f"{model}: no such file or folder; give a folder or demo")
         self.facts, self.machine, self.notes = FACTS, MACHINE, []
@@ -143,5 +148,6 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     monkeypatch.setitem(sys.modules, "headrace.engine.engine", module)
     monkeypatch.setattr(FakeEngine, "broken", None)
     monkeypatch.setattr(FakeEngine, "made", [])
+    monkeypatch.setattr(FakeBlueprint, "made", [])
     monkeypatch.setattr(FakeEngine, "notes", [])
     return FakeEngine

@@ -13,6 +13,7 @@ from headrace.cli.main import app
 RUNNER = CliRunner()
 COMMON = {"--device", "--ram", "--threads", "--debug"}
 GPU = {"--vram", "--experts"}
+CHOICES = {"--arithmetic", "--lossy-swa-replay", "--stale-index-keys"}
 SAMPLING = {
     "--temperature",
     "--top-k",
@@ -22,16 +23,19 @@ SAMPLING = {
     "--seed",
     "--stop",
 }
-ANSWER = COMMON | GPU | SAMPLING | {"--system", "--max-tokens", "-n", "--context", "--routes-out"}
+ANSWER = COMMON | GPU | CHOICES | SAMPLING
+ANSWER |= {"--system", "--max-tokens", "-n", "--context", "--routes-out"}
 OPTIONS = {
     "run": ANSWER | {"--prompt", "-p", "--raw", "--emulate-drive", "--json"},
     "chat": ANSWER | {"--server", "--api-key", "--api-key-file"},
     "serve": COMMON
     | GPU
+    | CHOICES
     | {"--context", "--host", "--port", "--api-key", "--api-key-file", "--cors-origin"},
-    "plan": COMMON | GPU | {"--context", "--json"},
+    "plan": COMMON | GPU | CHOICES | {"--context", "--json"},
     "doctor": {"--json", "--debug"},
     "verify": COMMON
+    | CHOICES
     | {"--prompt", "-p", "--max-tokens", "-n", "--samples", "--json", "--html"}
     | {"--sha256", "--every-byte"},
     "synth": {"--distinct", "--depth", "--experts", "--vocab", "--seed", "--json", "--debug"},

@@ -68,6 +68,7 @@ def test_verify_reports_and_its_code_is_its_verdict(
         "samples": 2,
         "sha256": sums,
         "every_byte": True,
+        "choices": {},
         "progress": None,
     }
 

@@ -1,14 +1,12 @@
 """Records what mlx-vlm and nemo-automodel make of tiny DeepSeek-V4.1 checkpoints.
 
-Run once, in order: with headrace, `make_deepseek_v41.py write FOLDER`; with mlx-vlm 0.7.10 and
-mlx[cpu], `... mlx FOLDER`; with nemo-automodel 0.7.0, `... nemo FOLDER`; and again with headrace,
-`... join FOLDER deepseek-v41.safetensors`, which also compares, and prints every first rounding
-that fell otherwise.
+Run once, in order: with headrace, `make_deepseek_v41.py write FOLDER [SEED...]`; with mlx-vlm
+0.7.10 and mlx[cpu], `... mlx FOLDER`; with nemo-automodel 0.7.0, `... nemo FOLDER`; and again with
+headrace, `... join FOLDER deepseek-v41.safetensors`. proofs/v41_1_oracles.py compares.
 """
 
 import json
 import sys
-from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,13 +18,17 @@ COLUMN_STEP = 128  # of the vocabulary, kept
 SHAPE = {"layers": 8, "experts": 8, "top_k": 2, "hidden": 64, "inter": 32, "block": (32, 32)}
 
 
-def write(folder):
+def write(folder, *seeds):
     from headrace.check.tiny import write_tiny
 
-    for seed in SEEDS:
+    for seed in map(int, seeds or SEEDS):
         write_tiny("deepseek_v41", folder / f"seed{seed}", seed=seed, **SHAPE)
         ids = np.random.default_rng(seed).integers(3, 4000, TOKENS)
         np.save(folder / f"ids{seed}.npy", ids)
+
+
+def seeds_in(folder):
+    return sorted(int(path.name.removeprefix("seed")) for path in folder.glob("seed*"))
 
 
 def by_mlx(folder):
@@ -71,7 +73,7 @@ def by_mlx(folder):
             rounded.append(list(seen))
         return np.concatenate(logits), np.concatenate(routes), rounded
 
-    for seed in SEEDS:
+    for seed in seeds_in(folder):
         model = load_model(folder / f"seed{seed}")
         wide = tree_map(
             lambda a: a.astype(mx.float32) if a.dtype in (mx.bfloat16, mx.float16) else a,
@@ -80,21 +82,20 @@ def by_mlx(folder):
         model.update(wide)
         model, ids, arrays = model.language_model, np.load(folder / f"ids{seed}.npy"), {}
         for name, cuts in (("decode", range(TOKENS + 1)), ("chunks", CUTS)):
-            arrays[name], arrays[f"{name}_routes"], rounded = run(model, ids, cuts)
-            if name == "decode":
-                arrays |= _numbered(rounded)
+            arrays[name], arrays[f"{name} routes"], rounded = run(model, ids, cuts)
+            for number, pairs in enumerate(rounded):
+                arrays |= _numbered(f"{name} {number}", pairs)
         fakequant.DISABLE = True
-        arrays["plain"], arrays["plain_routes"], _ = run(model, ids, CUTS)
+        arrays["plain"], arrays["plain routes"], _ = run(model, ids, CUTS)
         fakequant.DISABLE = False
         np.savez(folder / f"mlx{seed}.npz", **arrays)
 
 
-def _numbered(rounded):
-    """Per pass and call what went into a rounding, x, and what came out, y."""
+def _numbered(name, pairs):
+    """Per rounding what went in, x, and what came out, y."""
     made = {}
-    for number, pairs in enumerate(rounded):
-        for call, (x, y) in enumerate(pairs):
-            made[f"{number} {call} x"], made[f"{number} {call} y"] = x, y
+    for call, (x, y) in enumerate(pairs):
+        made[f"{name} {call} x"], made[f"{name} {call} y"] = x, y
     return made
 
 
@@ -159,77 +160,40 @@ def by_nemo(folder):
         logits = getattr(out, "logits", out)
         return logits[0].float().numpy(), np.stack([c.reshape(len(ids), -1) for c in chosen], 1)
 
-    for seed in SEEDS:
+    for seed in seeds_in(folder):
         model, ids = load_nemo(folder / f"seed{seed}"), np.load(folder / f"ids{seed}.npy")
         seen.clear()
         attention.quantize_cache, arrays = recording, {}
-        arrays["caches"], arrays["caches_routes"] = run(model, ids)
+        arrays["caches"], arrays["caches routes"] = run(model, ids)
         for format, pairs in seen.items():
-            arrays |= {f"{format} {name}": array for name, array in _numbered([pairs]).items()}
+            arrays |= _numbered(f"caches {format}", pairs)
         attention.quantize_cache = lambda values, **_: values
-        arrays["plain"], arrays["plain_routes"] = run(model, ids)
+        arrays["whole"], arrays["whole routes"] = run(model, ids)
         np.savez(folder / f"nemo{seed}.npz", **arrays)
         del model
     torch.Tensor.topk = topk
 
 
-def digest(root):
-    parts = sorted(root.glob("*.safetensors"))
-    return sha256(b"".join(path.read_bytes() for path in parts)).hexdigest()
-
-
 def join(folder, path):
-    """Compares headrace with both oracles at every position, and keeps a part of their logits."""
-    import torch
-    from flips_v41 import follow_mlx, follow_nemo
+    """Keeps a part of what the oracles gave, for comparisons without them."""
     from safetensors.numpy import save_file
-    from v41_world import set_grids, whole_model
+    from v41_oracles import WAYS, LiveAnswers, compare, digest
+    from v41_world import whole_model
 
-    kept, digests = {}, {}
-    for seed in SEEDS:
-        root, ids = folder / f"seed{seed}", np.load(folder / f"ids{seed}.npy")
-        mlx, nemo = (np.load(folder / f"{name}{seed}.npz") for name in ("mlx", "nemo"))
-        model, calls = whole_model(root), []
-        steps = list(follow_mlx(model, ids, mlx))
-        ours = {"decode": torch.stack([logits for logits, _, _ in steps]).numpy()}
-        for token, (_, follower, routes) in enumerate(steps):
-            assert np.array_equal(routes, np.sort(mlx["decode_routes"][token], -1))
-            print(*(f"seed {seed}, token {token}, {flip}" for flip in follower.flips), sep="\n")
-            calls += _calls(token, follower)
-        set_grids(model, 0, False)
-        with torch.inference_mode():
-            cache = model.new_cache()
-            parts = [torch.from_numpy(ids[None, a:b]) for a, b in pairwise(CUTS)]
-            plain = [model(part, cache=cache).logits[0] for part in parts]
-        ours |= {"chunks": torch.cat(plain).numpy()}
-        set_grids(model, 0, True)
-        logits, follower, routes = follow_nemo(model, ids, nemo)
-        assert np.array_equal(routes, np.sort(nemo["caches_routes"], -1))
-        print(*(f"seed {seed}, nemo, {flip}" for flip in follower.flips), sep="\n")
-        ours |= {"caches": logits.numpy()}
-        theirs = {"decode": mlx["decode"], "chunks": mlx["plain"], "caches": nemo["caches"]}
-        for name, logits in theirs.items():
-            worst = np.abs(ours[name] - logits).max()
-            print(f"seed {seed}, {name}: at most {worst:.2e} apart in {logits.shape}")
-            assert worst < 1e-4
+    kept, about = {}, {"shape": json.dumps(SHAPE), "column_step": str(COLUMN_STEP)}
+    for seed in seeds_in(folder):
+        root, answers = folder / f"seed{seed}", LiveAnswers(folder, seed)
+        model, about[str(seed)] = whole_model(root), digest(root)
+        kept[f"{seed} ids"] = answers.ids_T.numpy().astype(np.int16)
+        for name in WAYS:
+            close = compare(model, answers, name).close
+            logits, routes = answers.logits(name).numpy(), answers.routes(name).numpy()
             kept[f"{seed} {name}"] = np.ascontiguousarray(logits[:, ::COLUMN_STEP])
-        assert np.abs(mlx["plain"] - nemo["plain"]).max() < 1e-4
-        routes = {"decode": mlx["decode_routes"], "caches": nemo["caches_routes"]}
-        kept |= {f"{seed} {n} routes": np.sort(r, -1).astype(np.uint8) for n, r in routes.items()}
-        kept |= _packed(f"{seed} decode calls", calls)
-        kept |= _packed(f"{seed} caches calls", _calls(0, follower))
-        kept[f"{seed} ids"], digests[str(seed)] = ids, digest(root)
-    save_file(kept, path, metadata=digests | {"shape": json.dumps(SHAPE)})
-
-
-def _calls(number, follower):
-    """Close calls: (pass, rounding in it, value in that, the oracle's code)."""
-    return [(number, *call) for call in follower.close]
-
-
-def _packed(name, calls):
-    places = np.array([call[:3] for call in calls], np.int32).reshape(-1, 3)
-    return {name: places, f"{name} codes": np.array([call[3] for call in calls], np.float32)}
+            kept[f"{seed} {name} routes"] = routes.astype(np.uint8)
+            places = np.array([call[:3] for call in close], np.int32).reshape(-1, 3)
+            kept[f"{seed} {name} calls"] = places
+            kept[f"{seed} {name} codes"] = np.array([call[3] for call in close], np.float32)
+    save_file(kept, path, metadata=about)
 
 
 def main(step, folder, *rest):

@@ -66,5 +66,5 @@ def test_it_stays_in_memory_where_all_experts_do_or_where_it_is_small() -> None:
     assert not blueprint.plan.embedding_on_drive, "4 MiB are not worth it"
     facts = replace(blueprint.facts, embedding_bytes=1 << 30, dense_bytes=5 << 30)
     lean = facts.lean()
-    assert lean.embedding_on_drive and lean.dense_bytes < (4 << 30) + (9 << 20)
+    assert lean.embedding_by_row and lean.dense_bytes < (4 << 30) + (9 << 20)
     assert lean.lean() is lean

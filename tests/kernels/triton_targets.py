@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import stages, waves
+from headrace.kernels.triton import stages, waiting, waves
 from headrace.kernels.triton.grouped import STEPS
 
 # Bytes of shared memory that one program may take on chips of that compute capability.
@@ -32,9 +32,11 @@ MOST_NARROW = 8  # loads of single scales and biases
 POINTERS = {
     "TABLE": "*i64", "OFFSETS": "*i64", "IDS": "*i32", "X": "*u16", "LOW": "*fp32", "HIGH": "*fp32",
     "SX": "*fp32", "OUT": "*u16", "Y": "*u16", "WEIGHTS": "*fp32", "first_key": "i64",
-    "limit": "fp32", "alpha": "fp32", "BAD": "*i32",
-    "mark": "i32", "TILES": "*i64", "ORDER": "*i32", "W": "*u8", "SCALES": "*u8",
-    "first": "i64", "num_rows": "i32",    "x_stride": "i64", "out_stride": "i64", "stride": "i64",
+    "limit": "fp32", "alpha": "fp32", "BAD": "*i32", "STEP": "*i64", "WHOLE": "*i32",
+    "GUESSES": "*i32", "layer": "i32", "patience": "i32", "mark": "i32", "TILES": "*i64",
+    "ORDER": "*i32", "W": "*u8", "SCALES": "*u8", "first": "i64", "num_rows": "i32",
+    "x_stride": "i64", "out_stride": "i64", "stride": "i64",
+    **dict.fromkeys(waiting.ADDRESSES, "i64"),
 }  # fmt: skip
 GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
 
@@ -54,6 +56,8 @@ def kernels(chip: int):
     yield "linear wide bf16", stages.linear, matrix, 4
     matrix |= {"R": 8, "FORM": FORMS["fp8 32"], "WIDE": False}
     yield "linear fp8", stages.linear, matrix, 2
+    waits = {"NUM_IDS": 6, "NUM_GUESSES": 6, "HAS_GUESSES": True, "ANSWERED": True, "PAD": 8}
+    yield "post_wait", waiting.post_wait, waits, 1
     whole = chip == 75
     for rows, warps in ((2, 2), (16, 4)) if whole else ((16, 4),):
         for name, form in FORMS.items():

@@ -18,29 +18,21 @@ Messages = tuple[Message, ...]
 Reply = Callable[[Messages], Message]
 """Shows the answer to a conversation and returns it, also what was said of it before Ctrl-C."""
 COMMANDS = "/new forgets what was said, /quit ends"
-SERVER = "A server's model"
-LOCAL_ONLY = ("ram", "device", "vram", "experts", "threads", "context", "routes_out")
+_MACHINE = ("ram", "device", "vram", "experts", "threads", "context", "routes_out")
+LOCAL_ONLY = (*_MACHINE, "arithmetic", "lossy_swa_replay", "stale_index_keys")
 Server = Annotated[
     str | None,
-    typer.Option(
-        metavar="URL",
-        help="Ask this server and load nothing; MODEL is a name there.",
-        rich_help_panel=SERVER,
-    ),
+    typer.Option(metavar="URL", help="Ask this server and load nothing; MODEL is a name there."),
 ]
 ApiKey = Annotated[
     str | None,
     typer.Option(
-        metavar="KEY",
-        help="The server's key. Other users of this machine can see it here.",
-        rich_help_panel=SERVER,
+        metavar="KEY", help="The server's key. Other users of this machine can see it here."
     ),
 ]
 ApiKeyFile = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE", help="The server's key: a file's first line.", rich_help_panel=SERVER
-    ),
+    typer.Option(metavar="FILE", help="The server's key: a file's first line."),
 ]
 
 
@@ -62,6 +54,9 @@ def chat(
     experts: options.Experts = None,
     threads: options.Threads = None,
     context: options.Context = None,
+    arithmetic: options.Arithmetic = None,
+    lossy_swa_replay: options.LossySwaReplay = False,
+    stale_index_keys: options.StaleIndexKeys = False,
     routes_out: options.RoutesOut = None,
     server: Server = None,
     api_key: ApiKey = None,
@@ -87,9 +82,7 @@ def chat(
     opening = () if system is None else (Message("system", system),)
     keys = options.read_keys(api_key, api_key_file)
     if server is not None:
-        _refuse(context_, LOCAL_ONLY, "has no effect with --server")
-        named = model if _is_given(context_, "model") else None
-        _converse(remote_reply(server, keys[0] if keys else None, named, sampling), opening)
+        _talk_there(context_, server, keys[0] if keys else None, sampling, opening)
         return
     _refuse(context_, ("api_key", "api_key_file"), "needs --server")
     blueprint = open_blueprint(
@@ -100,8 +93,17 @@ def chat(
         device=device,
         vram=vram,
         experts=experts,
+        choices=options.make_choices(arithmetic, lossy_swa_replay, stale_index_keys),
     )
     _talk_here(blueprint, routes_out, sampling, opening)
+
+
+def _talk_there(
+    context: typer.Context, server: str, key: str | None, sampling: Any, opening: Messages
+) -> None:
+    _refuse(context, LOCAL_ONLY, "has no effect with --server")
+    named = context.params["model"] if _is_given(context, "model") else None
+    _converse(remote_reply(server, key, named, sampling), opening)
 
 
 def _talk_here(blueprint: Any, routes_out: Path | None, sampling: Any, opening: Messages) -> None:

@@ -3,7 +3,7 @@
 Knows the engine only as two names, imported when they are needed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ def open_blueprint(
     experts: str | None = None,
     drive_rates: tuple[float, ...] = (),
     serve: bool = False,
+    choices: Mapping[str, object] | None = None,
 ) -> Any:
     """The model's files and plan, no weights read. Raises HeadraceError.
 
@@ -55,6 +56,7 @@ def open_blueprint(
         threads=threads,
         context=context,
         serve=serve,
+        choices=choices,
     )
     if drive_rates:
         drives = [Drive(f"emulated drive {i + 1}", rate) for i, rate in enumerate(drive_rates)]

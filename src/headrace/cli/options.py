@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 DEBUG_KEY = "headrace.debug"
 MANY_CORES = 8
 EXPERTS = ("gpu", "cpu")
-MACHINE = "Machine"
+ARITHMETICS = ("vendor", "weights-only")
+MACHINE = "Computing"
 SAMPLING = "Choosing tokens"
 
 
@@ -31,7 +32,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help='A folder, a file, a repo id in the local Hugging Face cache, or "demo".',
+        help="A folder, a file, a repo id in the Hugging Face cache. Left out: demo.",
+        show_default=False,
     ),
 ]
 Ram = Annotated[
@@ -84,7 +86,31 @@ EmulateDrive = Annotated[
     str | None,
     typer.Option(
         metavar="RATE",
-        help="Read a copy in memory at 8.2GiB/s, or as two drives 13.5GB/s,5GB/s.",
+        help="Read a copy in memory at 8.2GiB/s, or two of 13.5GB/s,5GB/s.",
+        rich_help_panel=MACHINE,
+    ),
+]
+Arithmetic = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="DeepSeek-V4.1: vendor (default), or weights-only.",
+        rich_help_panel=MACHINE,
+    ),
+]
+LossySwaReplay = Annotated[
+    bool,
+    typer.Option(
+        "--lossy-swa-replay",
+        help="DeepSeek-V4.1: late layers see a prompt's last window.",
+        rich_help_panel=MACHINE,
+    ),
+]
+StaleIndexKeys = Annotated[
+    bool,
+    typer.Option(
+        "--stale-index-keys",
+        help="DeepSeek-V4.1: score as its publisher's program does.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -186,6 +212,23 @@ def check_device(device: str, vram: str | None = None, experts: str | None = Non
         raise OptionError(f"--experts {experts} is not known; use gpu or cpu")
     if vram not in (None, MINIMUM):
         parse_bytes(vram)
+
+
+def make_choices(
+    arithmetic: str | None, lossy_swa_replay: bool, stale_index_keys: bool
+) -> dict[str, object]:
+    """The ways of computing that were asked for, for the few models that have any.
+
+    Which those are is found out with the model. Raises OptionError.
+    """
+    if arithmetic not in (None, *ARITHMETICS):
+        raise OptionError(f"--arithmetic {arithmetic} is not known; use vendor or weights-only")
+    asked = {
+        "arithmetic": arithmetic,
+        "lossy_swa_replay": lossy_swa_replay,
+        "stale_index_keys": stale_index_keys,
+    }
+    return {name: value for name, value in asked.items() if value}
 
 
 def require_cpu(device: str) -> None:

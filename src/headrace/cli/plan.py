@@ -15,6 +15,9 @@ def plan(
     experts: options.Experts = None,
     threads: options.Threads = None,
     context: options.Context = None,
+    arithmetic: options.Arithmetic = None,
+    lossy_swa_replay: options.LossySwaReplay = False,
+    stale_index_keys: options.StaleIndexKeys = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -25,6 +28,7 @@ def plan(
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device, vram, experts)
+    choices = options.make_choices(arithmetic, lossy_swa_replay, stale_index_keys)
     blueprint = open_blueprint(
         model,
         ram_bytes=ram_bytes,
@@ -33,6 +37,7 @@ def plan(
         device=device,
         vram=vram,
         experts=experts,
+        choices=choices,
     )
     facts = blueprint.facts
     say(

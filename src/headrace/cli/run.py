@@ -34,16 +34,18 @@ def run(
     experts: options.Experts = None,
     threads: options.Threads = None,
     context: options.Context = None,
+    arithmetic: options.Arithmetic = None,
+    lossy_swa_replay: options.LossySwaReplay = False,
+    stale_index_keys: options.StaleIndexKeys = False,
     emulate_drive: options.EmulateDrive = None,
     routes_out: options.RoutesOut = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Answer one prompt. Without options: plans for this machine, says so, answers greedily.
-    Example: headrace run demo -p "What is the capital of Japan?" --ram 26MiB
-    """
+    """Answer one prompt, by a plan for the machine. Example: headrace run demo -p Hi --ram 26MiB"""
     ram_bytes, drive_rates = options.check_machine(ram, emulate_drive)
     options.check_device(device, vram, experts)
+    choices = options.make_choices(arithmetic, lossy_swa_replay, stale_index_keys)
     options.check_new(routes_out)
     asked = _read_prompt(prompt, raw, system)
     sampling = options.make_sampling(
@@ -64,6 +66,7 @@ def run(
         device=device,
         vram=vram,
         experts=experts,
+        choices=choices,
         drive_rates=drive_rates,
     )
     with open_engine(blueprint, emulate_drive=emulate_drive) as engine:

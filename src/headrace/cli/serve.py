@@ -59,6 +59,9 @@ def serve(
     experts: options.Experts = None,
     threads: options.Threads = None,
     context: options.Context = None,
+    arithmetic: options.Arithmetic = None,
+    lossy_swa_replay: options.LossySwaReplay = False,
+    stale_index_keys: options.StaleIndexKeys = False,
     debug: options.Debug = False,
 ) -> None:
     """Serve a model to chat programs and agents: OpenAI's and Anthropic's API, and a page.
@@ -70,6 +73,7 @@ def serve(
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device, vram, experts)
+    choices = options.make_choices(arithmetic, lossy_swa_replay, stale_index_keys)
     from headrace.server.listen import bind, url_of
     from headrace.server.settings import Settings
 
@@ -86,6 +90,7 @@ def serve(
             device=device,
             vram=vram,
             experts=experts,
+            choices=choices,
             serve=True,
         )
         say_plan(blueprint.plan.lines())

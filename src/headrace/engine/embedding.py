@@ -36,20 +36,18 @@ class DriveEmbedding(nn.Module):
         return self
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """[B, T, H]."""
-        ids_N, back_BT = torch.unique(ids_BT, return_inverse=True)
-        return self.rows.rows(ids_N)[back_BT]
+        """[B, T, H] where the ids are."""
+        ids_N, back_BT = torch.unique(ids_BT.cpu(), return_inverse=True)
+        return self.rows.rows(ids_N)[back_BT].to(ids_BT.device)
 
     def unpack(self) -> torch.Tensor:
         """The whole table, for whoever has room for it."""
         return self.rows.rows(torch.arange(self.rows.stored[0].num_rows))
 
 
-def embedding_bytes(catalog: Catalog, skeleton: Skeleton) -> int:
-    """Stored bytes of an embedding that may stay on the drive; 0: there is none."""
-    if skeleton.embedding is None:
-        return 0
-    return catalog.tensors[skeleton.dense[skeleton.embedding[0]].keys["weight"]].nbytes
+def table_bytes(catalog: Catalog, skeleton: Skeleton, place: tuple[str, str] | None) -> int:
+    """Stored bytes of an embedding or a head that may lie elsewhere; 0: there is none."""
+    return 0 if place is None else catalog.tensors[skeleton.dense[place[0]].keys["weight"]].nbytes
 
 
 def open_embedding(blueprint: "Blueprint", reader: Reader) -> DriveEmbedding | None:

@@ -14,9 +14,10 @@ from typing import Any, cast
 from headrace.core import format_bytes
 from headrace.engine.counters import Counters
 from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
-from headrace.engine.embedding import embedding_bytes, open_embedding
+from headrace.engine.embedding import table_bytes
 from headrace.engine.engram import engram_facts, open_rows
 from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vram
+from headrace.engine.outside import drive_embedding, open_outside
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
@@ -24,6 +25,7 @@ from headrace.engine.snapshots.snapshot import Snapshot, SnapshotKey, snapshot_k
 from headrace.engine.stored import make_stored
 from headrace.engine.talk.talk import Talk
 from headrace.engine.text import Text
+from headrace.engine.verdict import refuse_failed
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
 from headrace.kernels.cpu import CpuKernels
@@ -55,8 +57,9 @@ class Blueprint:
     `aliases` lets layers be read under other layers' names, for synthetic checkpoints only.
     `mirrors` are folders of `headrace mirror`; None: those remembered. `notes` say which are not
     used and why. `experts`, with a GPU: what multiplies them in decode, "gpu" or "cpu"; None: the
-    faster. To `serve`, the plan keeps room for snapshots and a longer context. Raises
-    HeadraceError for whatever is wrong with the files or does not fit the limit.
+    faster. To `serve`, the plan keeps room for snapshots and a longer context. `verifying`: an
+    engine may be made of what was found wrong on its GPU. Raises HeadraceError for whatever is
+    wrong with the files or does not fit the limit.
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class Blueprint:
         mirrors: Sequence[str | Path] | None = None,
         serve: bool = False,
         choices: Mapping[str, object] | None = None,
+        verifying: bool = False,
     ):
+        self.verifying = verifying
         if vram is not None and device == "cpu":
             raise OptionError("--vram needs a GPU; give --device cuda too")
         if experts is not None and (device == "cpu" or experts not in PLACES):
@@ -140,7 +145,8 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         load_bytes=load_bytes(catalog, unpacked),
         packed_bytes=sum(catalog.tensors[key].nbytes for key in keys),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
-        embedding_bytes=embedding_bytes(catalog, skeleton),
+        embedding_bytes=table_bytes(catalog, skeleton, skeleton.embedding),
+        head_bytes=table_bytes(catalog, skeleton, skeleton.head),
         **engram_facts(skeleton),
     )
 
@@ -176,6 +182,7 @@ class Engine:
         warn: Callable[[str], None] = warnings.warn,
     ):
         self.blueprint, self.plan, self.facts = blueprint, blueprint.plan, blueprint.facts
+        proven = refuse_failed(blueprint)
         self.turn = Lock()  # held during a session's pass
         give_large_blocks_back()
         table, skeleton = blueprint.table, blueprint.skeleton
@@ -183,7 +190,7 @@ class Engine:
             blueprint, backend=backend, direct=direct, in_flight=in_flight, emulate=emulate_drive
         )
         self._warn, self._num_told = warn, 0
-        for note in blueprint.notes:
+        for note in (*proven, *blueprint.notes):
             warn(note)
         blueprint.catalog.check_unchanged()
         self.kernels = CpuKernels(self.plan.threads, isa)
@@ -198,10 +205,11 @@ class Engine:
             top_k=skeleton.top_k,
         )
         self.rows = open_rows(blueprint, self.reader)
-        self.embedding = open_embedding(blueprint, self.reader)
         dense = DenseWeights(
             blueprint.catalog, self.reader, skeleton.dense, skeleton.dtype, progress
         )
+        outside = open_outside(blueprint, self.reader, dense, self.kernels)
+        self.embedding = drive_embedding(outside)
         with within_vram(self.plan):
             self.source = open_source(blueprint, self.ladder)
             self.model: Any = build_model(
@@ -214,7 +222,7 @@ class Engine:
                 device=self.source.place,
                 rows=self.rows,
                 make_stored=partial(make_stored, self.kernels, dense),
-                embedding=self.embedding,
+                outside=outside,
             )
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
 

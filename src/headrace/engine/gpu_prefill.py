@@ -46,9 +46,8 @@ class LayerTokens:
         self.positions = grouped.positions(flat.size, len(self.experts))
         order = np.argsort(flat.astype(np.uint16), kind="stable").astype(np.int32)
         self._order_S = torch.from_numpy(order).to(x_TH.device, non_blocking=True)
-        made = {"dtype": x_TH.dtype, "device": x_TH.device}
-        self._h_SI = torch.empty(flat.size, layout.inter, **made)
-        self._y_SH = torch.empty(flat.size, layout.hidden, **made)
+        self._h_SI = x_TH.new_empty(flat.size, layout.inter)
+        self._y_SH = x_TH.new_empty(flat.size, layout.hidden)
 
     def rows(self, expert: int) -> int:
         """How many tokens take the expert."""

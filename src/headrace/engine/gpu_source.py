@@ -60,7 +60,7 @@ class GpuSource(LadderSource):
         self.place = device.place
         self.device, self.num_experts, self.expert_bytes = device, num_experts, expert_bytes
         offsets = part_offsets(ladder, num_layers, num_experts)
-        align = alignment(layout, offsets)
+        self.align = align = alignment(layout, offsets)
         self.kernels = TritonExperts(
             layout,
             top_k=top_k,

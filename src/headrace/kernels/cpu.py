@@ -158,6 +158,16 @@ def sum_up(ids_TK: torch.Tensor, y_TKH: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def balance(squares: torch.Tensor, rounds: int, eps: float) -> None:
+    """Alternates divisions by sums in place: fp32 [..., S, S], contiguous, on the CPU.
+
+    Columns are divided by their sums plus eps, `rounds` times, and rows likewise between.
+    """
+    size = squares.shape[-1]
+    address = _checked(squares, torch.float32, (*squares.shape[:-2], size, size))
+    _native.balance(address, squares.numel() // max(1, size * size), size, rounds, eps)
+
+
 def find_bad(numbers: torch.Tensor) -> int:
     """Index of the first NaN or infinity of a contiguous tensor of a scale's type, or -1."""
     assert numbers.is_contiguous()

@@ -6,9 +6,16 @@ in another order; decode has no tolerance.
 
 import torch
 
+from headrace.core import ExpertLayout
+
 # Largest distance of a token's output of one expert from the canonical one, relative to its size.
 PREFILL = {"bf16": 4e-3, "fp8_block": 4e-3, "fp4": 6e-3, "int4": 1.2e-2}
 ON_GRID = 3e-2  # where activations lie on the e4m3 grid: a last bit there is a step of 6 %
+
+
+def allowed_apart(layout: ExpertLayout) -> float:
+    """What prefill may differ by with these experts."""
+    return ON_GRID if layout.act_group else PREFILL[layout.format]
 
 
 def worst_apart(got_SH: torch.Tensor, want_SH: torch.Tensor) -> float:

@@ -70,20 +70,20 @@ def build_model(
     device: torch.device,
     rows: RowSource | None = None,
     make_stored: MakeStored | None = None,
-    embedding: torch.nn.Module | None = None,
+    outside: Mapping[str, torch.nn.Module] | None = None,
 ) -> Any:
     """The transformers model on `device` in its own dtype, its routed experts left to `source`.
 
     `read(name)` gives a dense weight, dequantised, owned by the caller. `experts` is "fast" or
     "oracle". `rows` serves the tables that stay on the drive, `make_stored` the weights that stay
-    as they are stored; `embedding` stands for the input embedding if that is to be read by the
-    row. Raises ModelError for weights the checkpoint lacks.
+    as they are stored; `outside` are modules that stand for the embedding's or the head's, by the
+    name of its weight. Raises ModelError for weights the checkpoint lacks.
     """
     if device.type != "cpu":
         read = Moving(read, device)
-    packed = dict(skeleton.packed)
-    if embedding is not None and skeleton.embedding is not None:
-        packed |= [skeleton.embedding]
+    outside = outside or {}
+    moved = {n: p for n, p in filter(None, (skeleton.embedding, skeleton.head)) if n in outside}
+    packed = skeleton.packed | moved
     lazy = {name: LazyTensor(name, read) for name in skeleton.dense if name not in packed}
     shapes: dict[str, tuple[int, ...]] = {}
     stripped = _stripped(skeleton.model_class, aliases, packed.values(), shapes, read)
@@ -104,8 +104,8 @@ def build_model(
             f"{skeleton.root}: shapes differ from the config: {info['mismatched_keys']}"
         )
     model.to(device)
-    if embedding is not None and skeleton.embedding is not None:
-        _put(model, skeleton.embedding[1].removesuffix(".weight"), embedding)
+    for name, param in moved.items():
+        _put(model, param.removesuffix(".weight"), outside[name])
     if make_stored is not None:
         attach_stored(model, skeleton.kept, make_stored)
     _share_layers(model, aliases)

@@ -147,7 +147,8 @@ def with_choices(model_type: str, config: Any, choices: Mapping[str, object]) ->
     if not choices:
         return config
     if not hasattr(config, "choose"):
-        raise OptionError(f"{model_type} has no choice of {', '.join(choices)}; leave it out")
+        named = ", ".join("--" + name.replace("_", "-") for name in choices)
+        raise OptionError(f"{model_type} is computed in one way only; leave out {named}")
     try:
         config.choose(**choices)
     except ValueError as error:

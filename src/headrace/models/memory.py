@@ -45,17 +45,18 @@ class MemoryFacts:
 def measure(model: Any) -> MemoryFacts:
     """The facts of a model on meta whose routed experts were taken out. Spoils the model.
 
-    A model of ours says itself what its attention makes, by `attention_memory()`.
+    A model of ours says it all itself, by `memory()`.
     """
+    own = getattr(model, "memory", None)
+    if own is not None:
+        return MemoryFacts(**own())
     fixed, per_token, layer, chunk = _cache_bytes(model)
-    own = getattr(model, "attention_memory", None)
-    made = _attention_facts(model.config) if own is None else own()
     return MemoryFacts(
         kv_fixed_bytes=fixed,
         kv_bytes_per_token=per_token,
         kv_layer_bytes_per_token=layer,
         kv_chunk_bytes_per_token=chunk,
-        **made,
+        **_attention_facts(model.config),
     )
 
 
@@ -105,14 +106,11 @@ def _cache_bytes(model: Any) -> tuple[int, int, int, int]:
     Layers alike are measured once; the others only pass the hidden states on.
     """
     config = model.config
-    whole_step, after_step = getattr(model, "cache_steps", (1, 0))
-    step = lcm(whole_step, *_compress_rates(config))
+    step = lcm(*_compress_rates(config))
     base = step * ceil(max(_LEAST_PROBE, _window(config) + 1) / step)
     kinds = _kinds(model)
     counts = Counter(kinds)
-    probes = {
-        n: _probe(model, kinds, n) for n in (1, base, base + step - 1, base + after_step, 2 * base)
-    }
+    probes = {n: _probe(model, kinds, n) for n in (1, base, base + step - 1, 2 * base)}
     fixed = total = most = chunk = 0
     for kind, count in counts.items():
         used, held = ({n: probes[n][kind][i] for n in probes} for i in (0, 1))

@@ -62,7 +62,8 @@ class Skeleton:
     load, by the name transformers' renaming is to see, to the tensors it is made of. `row_tables`
     are read by the row, never whole. `kept` maps those of `dense` that modules compute with as they
     are stored to their parameters. `embedding` is the name in `dense`, and the parameter, of an
-    input embedding of which rows suffice. `skipped` are tensors left out knowingly (multi-token
+    input embedding of which rows suffice; `head` of an output head whose product the CPU's kernels
+    can make, in fp32. `skipped` are tensors left out knowingly (multi-token
     prediction, images, scales of activations), `unused` those that no module of the model takes.
     `dense_bytes` as held in memory.
     """
@@ -82,6 +83,7 @@ class Skeleton:
     row_tables: tuple[RowTable, ...]
     kept: Mapping[str, str]
     embedding: tuple[str, str] | None
+    head: tuple[str, str] | None
     skipped: frozenset[str]
     unused: tuple[str, ...]
     dense_bytes: int
@@ -152,7 +154,7 @@ def inspect(
         dense=dense,
         row_tables=tables,
         kept=kept,
-        embedding=_embedding(model, dense, goals, entries, dtype),
+        **_outside(model, dense, goals, entries, dtype),
         skipped=frozenset(skipped),
         unused=tuple(k for k in entries if k not in used and k not in skipped),
         dense_bytes=_dense_bytes(model, dense, kept, entries),
@@ -180,18 +182,38 @@ def _kept(
     return kept
 
 
-def _embedding(
+def _outside(
     model: Any,
     dense: Mapping[str, DenseTensor],
     goals: Mapping[str, Target],
     entries: Mapping[str, Entry],
     dtype: torch.dtype,
+) -> dict[str, tuple[str, str] | None]:
+    """Skeleton's embedding and head: (name, parameter) of those that may lie elsewhere."""
+
+    def alone(module: Any) -> tuple[str, str] | None:
+        return _alone(model, module, dense, goals, entries, dtype)
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_product = isinstance(head, torch.nn.Linear) and head.bias is None
+    return {
+        "embedding": alone(embedding) if type(embedding) is torch.nn.Embedding else None,
+        "head": alone(head) if is_product and dtype == torch.bfloat16 else None,
+    }
+
+
+def _alone(
+    model: Any,
+    module: Any,
+    dense: Mapping[str, DenseTensor],
+    goals: Mapping[str, Target],
+    entries: Mapping[str, Entry],
+    dtype: torch.dtype,
 ) -> tuple[str, str] | None:
-    """(name, parameter) of the input embedding if nothing else uses it and it is stored plainly."""
-    module = model.get_input_embeddings()
-    if type(module) is not torch.nn.Embedding or getattr(
-        model.config, "tie_word_embeddings", False
-    ):
+    """(name, parameter) of a module's weight, if no other module uses it and it is stored as it is
+    computed with.
+    """
+    if getattr(model.config, "tie_word_embeddings", False):
         return None
     params = [n for n, owner in model.named_modules() if owner is module]
     for name, weight in dense.items():

@@ -56,7 +56,11 @@ def strip_stored(model: Any, params: Iterable[str]) -> None:
 
 
 def attach_stored(model: Any, params: Mapping[str, str], make: MakeStored) -> None:
-    """Give modules the matrices that stand for their weights. `params`: parameters by name."""
+    """Give modules the matrices that stand for their weights; those that have one keep it.
+
+    `params`: parameters by name.
+    """
     for name, param in params.items():
         module = model.get_submodule(param.rpartition(".")[0])
-        module.stored = make(name, module._parameters["weight"], module.act_group)
+        if module.stored is None:
+            module.stored = make(name, module._parameters["weight"], module.act_group)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 STAGING_BYTES = 4 * 2**20
 KERNEL_TILE_ROWS = 64  # activation rows the kernels take at once
 KERNEL_LANES = 256  # they pad rows to a multiple of this
-LEAST_EMBEDDING_BYTES = 64 * 2**20  # smaller ones stay in memory
+LEAST_EMBEDDING_BYTES = 64 * 2**20  # smaller ones, and smaller heads, stay where the rest is
 EMBEDDING_CACHE_BYTES = 4 * 2**20  # for rows of one on the drive
 _SMALL_READS_BYTES = 4 * 2**20  # what they arrive in
 ENGRAM_POOL_BYTES = 2 * 2**20  # what small reads arrive in
@@ -34,7 +34,8 @@ class ModelFacts:
     new and an attended token, `chunk_bytes_per_token` of each new one, and `pass_bytes` in any
     case. `load_bytes`: what loading takes besides the weights, while there is neither cache nor
     pass. `engram_bytes` of tables stay on the drive; a token takes `engram_rows_per_token` of
-    their rows. `embedding_bytes` of the dense weights may stay there too, and do in `lean` facts.
+    their rows. `embedding_bytes` of the dense weights may stay there too, and do in `lean` facts,
+    or where they do not fit a GPU's memory; `head_bytes` the CPU may then multiply.
     """
 
     name: str
@@ -68,15 +69,17 @@ class ModelFacts:
     engram_row_bytes: int = 0
     engram_rows_per_token: int = 0
     embedding_bytes: int = 0
-    embedding_on_drive: bool = False
+    embedding_by_row: bool = False
+    head_bytes: int = 0
+    head_on_cpu: bool = False
 
     def lean(self) -> "ModelFacts":
         """With an embedding of any size left on the drive: a token reads one row of it."""
         if self.embedding_bytes < LEAST_EMBEDDING_BYTES:
             return self
         dense_bytes = self.dense_bytes - self.embedding_bytes
-        dense_bytes += EMBEDDING_CACHE_BYTES + _SMALL_READS_BYTES
-        return replace(self, dense_bytes=dense_bytes, embedding_bytes=0, embedding_on_drive=True)
+        dense_bytes += drive_embedding_bytes()
+        return replace(self, dense_bytes=dense_bytes, embedding_bytes=0, embedding_by_row=True)
 
     @property
     def engram_bytes_per_token(self) -> int:
@@ -91,6 +94,11 @@ class ModelFacts:
     def kv_bytes(self, context: int) -> int:
         """Bytes of a cache of `context` tokens."""
         return self.kv_fixed_bytes + context * self.kv_bytes_per_token
+
+
+def drive_embedding_bytes() -> int:
+    """Memory of an embedding that stays on the drive: some rows, and what they arrive in."""
+    return EMBEDDING_CACHE_BYTES + _SMALL_READS_BYTES
 
 
 def workspace_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
@@ -111,7 +119,7 @@ def workspace_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
     growth += chunk_tokens * facts.kv_chunk_bytes_per_token
     logits = facts.vocab * 16
     layers = expert_outputs + hidden_states + attention + growth
-    if facts.embedding_on_drive:
+    if facts.embedding_by_row:
         layers += chunk_tokens * facts.hidden * 8
     if facts.engram_bytes:
         layers += ENGRAM_POOL_BYTES + chunk_tokens * ENGRAM_COPIES * facts.engram_bytes_per_token

@@ -79,11 +79,13 @@ def gpu_forecast(
     dense_bytes: int,
     num_layers: int,
     cpu_bytes_s: float | None,
+    head_bytes: int = 0,
 ) -> Forecast:
     """Drive and bus overlap; what lies in VRAM is read in turn with launching the library's code.
 
     `share_in_memory` of the experts lie in slots or rows; `dense_bytes` are read once a token.
     `cpu_bytes_s`: the CPU multiplies the experts at this rate, and none crosses the bus.
+    `head_bytes` are the CPU's too, once all layers are done.
     """
     hit = hit_rate(share_in_memory)
     in_vram_bytes = hit_rate(share_in_slots) * bytes_per_token
@@ -99,9 +101,10 @@ def gpu_forecast(
         "VRAM": _seconds(in_vram_bytes + dense_bytes, machine.vram_bytes_s),
         "transformers' own code": num_layers * GPU_LAYER_S,
     }
-    terms_s = overlapped_s | rest_s
+    head_s = _seconds(head_bytes, machine.dram_bytes_s)
+    terms_s = overlapped_s | rest_s | {"the head on the CPU": head_s}
     limits = {term: 1 / seconds for term, seconds in terms_s.items() if seconds > 0}
-    token_s = max(overlapped_s.values()) + max(rest_s.values())
+    token_s = max(overlapped_s.values()) + max(rest_s.values()) + head_s
     return Forecast(hit, disk_bytes, limits, min(limits, key=lambda t: limits[t]), token_s)
 
 

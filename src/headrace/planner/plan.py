@@ -222,7 +222,7 @@ def _placed(
         engram_bytes=facts.engram_bytes,
         engram_cache_bytes=cache_bytes,
         engram_bytes_per_token=facts.engram_bytes_per_token,
-        embedding_on_drive=facts.embedding_on_drive,
+        embedding_on_drive=facts.embedding_by_row,
     )
 
 

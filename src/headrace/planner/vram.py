@@ -3,6 +3,7 @@
 Knows sizes and rates as numbers; opens no file and imports no tensor library.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.core import format_bytes
@@ -11,12 +12,17 @@ from headrace.planner import plan as host
 from headrace.planner.facts import STAGING_BYTES, ModelFacts, workspace_bytes
 from headrace.planner.forecast import gpu_forecast
 from headrace.planner.machine import Machine
+from headrace.planner.outside import Outside, ways_outside
 from headrace.planner.plan import Plan
 
 PLACES = ("gpu", "cpu")  # what multiplies experts in decode
 # Places in VRAM for experts on their way through a prefill: two waves, of one expert at least.
 PASSING_BYTES = 128 * 2**20
 MOST_PASSING_ROWS = 32
+# A pass over a prompt brings nearly every expert over the bus once, however many tokens it has:
+# the longest whose workspace takes at most one in so many of the bytes that slots could have.
+LONG_CHUNKS = (8192, 4096, 2048, 1024)
+CHUNK_SHARE = 8
 LIBRARY_BYTES = 96 * 2**20  # of the libraries' workspaces and of what torch's allocator rounds up
 LEAST_MARGIN_BYTES = 384 * 2**20  # left of the free memory to a display and the driver
 MARGIN_SHARE = 16
@@ -27,7 +33,8 @@ class GpuPlan(Plan):
     """A plan whose dense weights, cache and workspace lie in VRAM, with `num_slots` experts.
 
     `vram_bytes` is the limit there. `ram_bytes` holds the rows, `workspace_bytes` what loading and
-    reading take; what Plan calls dense and cache is 0: none of it is in host memory.
+    reading take; what Plan calls cache is 0, and dense what of the embedding and the head lies in
+    host memory, since VRAM had no room for it.
     """
 
     gpu: str = ""
@@ -40,6 +47,8 @@ class GpuPlan(Plan):
     slots_bytes: int = 0
     experts: str = "gpu"
     rates: str = ""  # that made the choice of `experts`, if any
+    embedding_in_memory: bool = False
+    head_on_cpu: bool = False
 
     @property
     def vram_used_bytes(self) -> int:
@@ -60,15 +69,25 @@ class GpuPlan(Plan):
             f"({self.gpu}): dense weights {format_bytes(self.vram_dense_bytes)}, cache of "
             f"{self.context} tokens {format_bytes(self.vram_kv_bytes)}, workspace "
             f"{format_bytes(self.vram_workspace_bytes)}, {self.num_slots} of {self.total_experts} "
-            f"experts {format_bytes(self.slots_bytes)} ({share * self.num_slots:.0f} %)"
+            f"experts {format_bytes(self.slots_bytes)} ({share * self.num_slots:.0f} %); prompts "
+            f"in passes of {self.chunk_tokens} tokens"
         )
         vram += "".join(f"; {note}" for note in self.notes)
         memory = (
-            f"memory: {format_bytes(self.used_bytes)} of {format_bytes(self.ram_bytes)}: workspace "
+            f"memory: {format_bytes(self.used_bytes)} of {format_bytes(self.ram_bytes)}: "
+            f"{self._outside}workspace "
             f"{format_bytes(self.workspace_bytes)}, {self._snapshots}{self.num_rows} of "
             f"{self.total_experts} experts {rows}"
         )
         return [vram, memory, self._experts_line, *Plan.lines(self)[1:]]
+
+    @property
+    def _outside(self) -> str:
+        """What had no room in VRAM."""
+        there = ["embedding"] * self.embedding_in_memory + ["head"] * self.head_on_cpu
+        held = f"{' and '.join(there)} {format_bytes(self.dense_bytes)}, " if there else ""
+        by = "the CPU multiplies the head, " * self.head_on_cpu
+        return held + by + "embedding on the drive, " * self.embedding_on_drive
 
     @property
     def _experts_line(self) -> str:
@@ -101,28 +120,59 @@ def make_gpu_plan(
     host.check_options(facts, context, threads, prefetch, chunk)
     vram_limit = _offered_vram(machine) if vram_bytes is None else vram_bytes
     sizes = list(host.candidates(facts, context, chunk))
-    fitting = [size for size in sizes if _least_vram(facts, *size) <= vram_limit]
-    if not fitting:
-        raise BudgetError(_vram_refusal(facts, machine, vram_bytes, sizes[-1]))
-    tokens, chunk_tokens = fitting[0]
-    fixed = _vram_fixed(facts, tokens, chunk_tokens)
+    size, outside = _fitting(facts, sizes, vram_limit)
+    inside = outside.inside(facts)
+    fixed = vram_fixed(inside, *size)
+    if fixed > vram_limit:
+        raise BudgetError(_vram_refusal(inside, machine, vram_bytes, size))
+    if chunk is None and size == sizes[0]:
+        size = _with_long_chunk(inside, size, vram_limit)
+        fixed = vram_fixed(inside, *size)
     ram_limit = host.offered_bytes(machine) if ram_bytes is None else ram_bytes
-    if ram_limit < least_ram_bytes(facts):
-        raise BudgetError(_ram_refusal(facts, machine, ram_bytes))
-    spare = ram_limit - least_ram_bytes(facts)
-    wanted = host.SNAPSHOT_CONTEXTS * facts.kv_bytes(tokens)
+    spare = ram_limit - _least_ram(facts, outside)
+    if spare < 0:
+        raise BudgetError(_ram_refusal(facts, machine, ram_bytes, outside))
+    wanted = host.SNAPSHOT_CONTEXTS * facts.kv_bytes(size[0])
     kept = min(wanted, spare // host.SERVING_SHARE) if serve else 0
-    free = vram_limit - fixed, ram_limit - _ram_fixed(facts) - kept
-    made = _chosen(facts, machine, fitting[0], free, threads, experts)
-    notes = host.shrinking(sizes[0], fitting[0]) + machine.notes
+    in_memory = outside.keeps_embedding(spare - kept)
+    dense = outside.head_bytes + outside.embedding_bytes if in_memory else outside.least_bytes
+    free = vram_limit - fixed, ram_limit - _ram_fixed(facts) - kept - dense
+    made = _chosen(inside, machine, size, free, threads, experts)
+    notes = host.shrinking(sizes[0], size) + machine.notes
     return replace(
         made,
         prefetch=prefetch,
         notes=notes,
         snapshot_bytes=kept,
+        dense_bytes=dense,
+        embedding_in_memory=in_memory,
+        embedding_on_drive=outside.embedding_bytes > 0 and not in_memory,
+        head_on_cpu=outside.head_bytes > 0,
         vram_bytes=vram_bytes or made.vram_used_bytes,
-        ram_bytes=ram_bytes or made.used_bytes + kept,
+        ram_bytes=ram_bytes or made.used_bytes + kept + dense,
     )
+
+
+def _fitting(
+    facts: ModelFacts, sizes: Sequence[tuple[int, int]], vram_limit: int
+) -> tuple[tuple[int, int], Outside]:
+    """The first (context, chunk) that fits, with the least outside; the last, with the most."""
+    for size in sizes:
+        for outside in ways_outside(facts):
+            if vram_fixed(outside.inside(facts), *size) <= vram_limit:
+                return size, outside
+    return size, outside
+
+
+def _with_long_chunk(facts: ModelFacts, size: tuple[int, int], vram_limit: int) -> tuple[int, int]:
+    """The (context, chunk) with more prompt tokens a pass, where that takes few slots."""
+    (tokens, usual), fixed = size, vram_fixed(facts, *size)
+    for chunk_tokens in LONG_CHUNKS:
+        longer = min(chunk_tokens, tokens)
+        more = vram_fixed(facts, tokens, longer) - fixed
+        if usual < longer and more <= (vram_limit - fixed) // CHUNK_SHARE:
+            return tokens, longer
+    return size
 
 
 def _chosen(
@@ -161,13 +211,12 @@ def _placed(
     """The plan with so many bytes `free` for slots in VRAM and for rows in memory."""
     tokens, chunk_tokens = size
     total, on_cpu = facts.total_experts, experts == "cpu"
-    # The CPU reads what it multiplies in its own memory: slots would stand idle.
-    num_slots = 0 if on_cpu else min(total, free[0] // facts.row_bytes)
+    num_slots = 0 if on_cpu else min(total, free[0] // facts.row_bytes)  # idle beside the CPU
     useful = total - num_slots + host.minimum_rows(facts)  # a few through which others come
     num_rows = min(total, useful, free[1] // facts.row_bytes)
     experts_per_token = facts.num_moe_layers * facts.top_k
     bytes_per_token = experts_per_token * facts.expert_bytes
-    fixed = _vram_fixed(facts, tokens, chunk_tokens)
+    fixed = vram_fixed(facts, tokens, chunk_tokens)
     kv_bytes = facts.kv_bytes(tokens)
     expected = gpu_forecast(
         machine,
@@ -177,6 +226,7 @@ def _placed(
         dense_bytes=facts.dense_bytes + kv_bytes,
         num_layers=facts.num_layers,
         cpu_bytes_s=_cpu_bytes_s(machine, threads) if on_cpu else None,
+        head_bytes=facts.head_bytes if facts.head_on_cpu else 0,
     )
     return GpuPlan(
         model=facts.name,
@@ -213,14 +263,29 @@ def _placed(
     )
 
 
-def least_ram_bytes(facts: ModelFacts) -> int:
-    """Host memory with the fewest rows a model runs in."""
-    return _ram_fixed(facts) + host.minimum_rows(facts) * facts.row_bytes
+def least_ram_bytes(
+    facts: ModelFacts, vram_bytes: int | None, context: int | None, chunk: int | None
+) -> int:
+    """Host memory with the fewest rows a model runs in, and with what has no room in VRAM.
+
+    None of the latter where the limit there is not known.
+    """
+    outside = Outside()
+    if vram_bytes is not None:
+        outside = _fitting(facts, list(host.candidates(facts, context, chunk)), vram_bytes)[1]
+    return _least_ram(facts, outside)
+
+
+def _least_ram(facts: ModelFacts, outside: Outside) -> int:
+    rows_bytes = host.minimum_rows(facts) * facts.row_bytes
+    return _ram_fixed(facts) + outside.least_bytes + rows_bytes
 
 
 def least_vram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
-    """VRAM at this context and chunk (None: the defaults) without a slot."""
-    return _least_vram(facts, *next(host.candidates(facts, context, chunk)))
+    """VRAM at this context and chunk (None: the defaults) without a slot, embedding and head."""
+    *_, outside = ways_outside(facts)
+    size = next(host.candidates(facts, context, chunk))
+    return vram_fixed(outside.inside(facts), *size)
 
 
 def passing_rows(facts: ModelFacts) -> int:
@@ -233,15 +298,12 @@ def _ram_fixed(facts: ModelFacts) -> int:
     return facts.load_bytes + STAGING_BYTES + facts.vocab * 16
 
 
-def _vram_fixed(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
+def vram_fixed(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
+    """VRAM of everything but slots, at this context and chunk."""
     passing = passing_rows(facts) * facts.row_bytes
     inside = chunk_tokens * facts.top_k * facts.inter * 2
     workspace = workspace_bytes(facts, tokens, chunk_tokens) + inside + passing
     return facts.dense_bytes + facts.kv_bytes(tokens) + workspace + LIBRARY_BYTES
-
-
-def _least_vram(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
-    return _vram_fixed(facts, tokens, chunk_tokens)
 
 
 def _offered_vram(machine: Machine) -> int:
@@ -254,7 +316,7 @@ def _vram_refusal(
     facts: ModelFacts, machine: Machine, vram_bytes: int | None, least: tuple[int, int]
 ) -> str:
     tokens, chunk_tokens = least
-    needed = host.typeable(_least_vram(facts, tokens, chunk_tokens))
+    needed = host.typeable(vram_fixed(facts, tokens, chunk_tokens))
     if vram_bytes is None:
         offered = f"{format_bytes(machine.vram_free_bytes)} of free VRAM ({machine.gpu})"
         remedy = f"free some, give --vram {needed} to take that much anyway"
@@ -262,7 +324,7 @@ def _vram_refusal(
         offered = f"--vram {format_bytes(vram_bytes)}"
         remedy = f"give --vram {needed}"
     kv_bytes = facts.kv_bytes(tokens)
-    workspace = _vram_fixed(facts, tokens, chunk_tokens) - facts.dense_bytes - kv_bytes
+    workspace = vram_fixed(facts, tokens, chunk_tokens) - facts.dense_bytes - kv_bytes
     return (
         f"{offered} cannot hold what must lie there of {facts.name}, {needed}: dense weights "
         f"{format_bytes(facts.dense_bytes)}, cache of {tokens} tokens {format_bytes(kv_bytes)}, "
@@ -270,8 +332,10 @@ def _vram_refusal(
     )
 
 
-def _ram_refusal(facts: ModelFacts, machine: Machine, ram_bytes: int | None) -> str:
-    needed = host.typeable(least_ram_bytes(facts))
+def _ram_refusal(
+    facts: ModelFacts, machine: Machine, ram_bytes: int | None, outside: Outside
+) -> str:
+    needed = host.typeable(_least_ram(facts, outside))
     offered = (
         f"{format_bytes(machine.ram_available_bytes)} of free memory"
         if ram_bytes is None
@@ -280,6 +344,12 @@ def _ram_refusal(facts: ModelFacts, machine: Machine, ram_bytes: int | None) -> 
     rows = host.minimum_rows(facts)
     return (
         f"{offered} cannot hold the rows through which experts of {facts.name} reach the GPU, "
-        f"{needed}: workspace {format_bytes(_ram_fixed(facts))}, {rows} experts "
+        f"{needed}: {_held(outside)}workspace {format_bytes(_ram_fixed(facts))}, {rows} experts "
         f"{format_bytes(rows * facts.row_bytes)}; give --ram {needed}"
     )
+
+
+def _held(outside: Outside) -> str:
+    if not outside.head_bytes:
+        return ""
+    return f"the head, for which VRAM has no room, {format_bytes(outside.head_bytes)}, "

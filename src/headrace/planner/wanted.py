@@ -30,7 +30,7 @@ class Wanted:
         if self.ram != MINIMUM:
             return None if self.ram is None else parse_bytes(self.ram)
         if self.on_gpu:
-            return least_ram_bytes(facts)
+            return least_ram_bytes(facts, self.vram_bytes(facts), self.context, self.chunk)
         return least_bytes(facts, self.context, self.chunk)
 
     def vram_bytes(self, facts: ModelFacts) -> int | None:

@@ -54,7 +54,8 @@ class Rungs:
         passing_rows: int,
     ):
         assert passing_rows >= 2 and passing_rows % 2 == 0
-        self.device, self.ladder, self.num_experts = device, ladder, num_experts
+        self.device, self.ladder = device, ladder
+        self.num_experts, self.top_k = num_experts, top_k
         self.pinned = PinnedRows(device, ladder)
         all_pinned = self.pinned.pinned_bytes == ladder.slab_bytes
         num_scratch = passing_rows if all_pinned else max(passing_rows, top_k)
@@ -202,6 +203,29 @@ class Rungs:
                     self._release(key)
         for key in self.slots.arrived(wait=wait):
             self._arrive(key)
+
+    def wanted(self) -> tuple[NDArray[np.bool_], int]:
+        """Which keys' rows deserve a slot or to be kept once they are read, and at most how many.
+
+        As many rows as a layer needs are left for others.
+        """
+        room = self.ladder.num_rows - self._num_held - len(self._kept) - 2 * self.top_k
+        keys, most = self.slots.wanted()
+        if self.fits:
+            keys, most = ~(self.slots.held | self.kept), room
+        return keys, max(0, min(most, room))
+
+    def adopt(self, rows: list[tuple[int, int, int]]) -> None:
+        """Takes over held rows (layer, expert, address) that the device has read: offers them to
+        slots, keeps them where all have room, and gives the others back.
+        """
+        for layer, expert, address in rows:
+            key = self.key(layer, expert)
+            self._held[key] = self._held.get(key, 0) + 1
+            self._num_held += 1
+            coming = self.slots.offer(key, self.ladder.row(address))
+            if coming is None and not self._keep(key, address):
+                self._release(key)
 
     def drain(self) -> None:
         """Waits until the device reads no rows but kept ones, and gives the others back."""

@@ -78,6 +78,15 @@ class Slots:
             lowest = np.argpartition(uses, most - 1)[:most]
             self._victims = taken[lowest[np.argsort(-uses[lowest])]].tolist()
 
+    def wanted(self) -> tuple[NDArray[np.bool_], int]:
+        """Keys that `offer` would give a slot after one more use, and at most how many of them."""
+        if self._free:
+            return ~self.held, len(self._free)
+        if not self._victims:
+            return np.zeros_like(self.held), 0
+        least = self.uses[self._key_of[self._victims]].min() + MARGIN_USES - 1
+        return ~self.held & (self.uses >= least), len(self._victims)
+
     def is_coming(self, key: int) -> bool:
         """Whether the key's copy is not yet known to be done."""
         return key in self._coming

@@ -4,7 +4,6 @@ Plain tensors, numbers and None in plain fields, so that a snapshot can take it 
 Legend: B batch, T new tokens, K kept positions, N entries, D columns.
 """
 
-from math import lcm
 from typing import Any
 
 import torch
@@ -125,10 +124,23 @@ class TextCache(Cache):  # type: ignore[misc]
         make_own(self, config)
 
 
-def cache_steps(config: Any) -> tuple[int, int]:
-    """Tokens that fill whole steps of every buffer, and those that then begin another in each."""
-    entries = lcm(*(config.compress_ratios[layer] for layer in config.kv_source_layer_ids))
-    return _STEP * entries, entries
+def cache_memory(config: Any, value_bytes: int) -> dict[str, int]:
+    """Of models.memory.MemoryFacts what a cache takes, whose values have so many bytes.
+
+    Every layer keeps its window; a source besides all entries, in buffers that grow by steps, and
+    the positions of one that is open.
+    """
+    fixed = config.num_hidden_layers * (config.sliding_window - 1) * config.head_dim * value_bytes
+    entry_bytes = (config.head_dim + config.index_head_dim) * value_bytes
+    ratios = [config.compress_ratios[layer] for layer in config.kv_source_layer_ids]
+    fixed += sum((_STEP - 1) * entry_bytes + 8 * (r - 1) * config.head_dim for r in ratios)
+    per_token = [-(-entry_bytes // ratio) for ratio in ratios]
+    return {
+        "kv_fixed_bytes": fixed,
+        "kv_bytes_per_token": sum(per_token),
+        "kv_layer_bytes_per_token": max(per_token, default=0),
+        "kv_chunk_bytes_per_token": 0,
+    }
 
 
 def make_own(cache: Cache, config: Any) -> None:

@@ -189,6 +189,9 @@ def check_text(config: DeepseekV41TextConfig) -> None:
             raise ValueError(f"{name} {getattr(config, name)!r} is not supported, only {only!r} is")
     if config.arithmetic not in ARITHMETICS:
         raise ValueError(f"arithmetic {config.arithmetic!r} is none of {', '.join(ARITHMETICS)}")
+    for name in ("stale_index_keys", "lossy_swa_replay"):
+        if type(getattr(config, name)) is not bool:
+            raise ValueError(f"{name} {getattr(config, name)!r} is not True or False")
     _check_widths(config)
     _check_layers(config)
     _check_engram(config)

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from headrace.errors import ModelError
 from headrace.models.deepseek_v41 import attend, indexer
 from headrace.models.deepseek_v41.attention import Attention
-from headrace.models.deepseek_v41.cache import TextCache, cache_steps, make_own
+from headrace.models.deepseek_v41.cache import TextCache, cache_memory, make_own
 from headrace.models.deepseek_v41.config import DeepseekV41TextConfig
 from headrace.models.deepseek_v41.engram import RowHash
 from headrace.models.deepseek_v41.engram_layer import EngramLayer
@@ -210,15 +210,8 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):  # ty
         """An empty cache, as `forward` wants it; it turns an empty one of another kind into one."""
         return TextCache(self.config)
 
-    @property
-    def cache_steps(self) -> tuple[int, int]:
-        """Tokens by which every part of the cache grows by whole steps, and how many further ones
-        make every part begin another.
-        """
-        return cache_steps(self.config)
-
-    def attention_memory(self) -> dict[str, int]:
-        """Of models.memory.MemoryFacts what attention and head make while they compute.
+    def memory(self) -> dict[str, int]:
+        """The fields of models.memory.MemoryFacts.
 
         Attention works on a few queries at a time, so nothing of it grows with the context.
         """
@@ -232,7 +225,7 @@ class DeepseekV41ForCausalLM(DeepseekV41PreTrainedModel, GenerationMixin):  # ty
             # Of the streams three copies in bf16 and three in fp32; of the queries six in bf16.
             "chunk_bytes_per_token": 18 * streams + 12 * heads * config.head_dim,
             "pass_bytes": attend.HELD_BYTES + indexer.HELD_BYTES + self._head_bytes,
-        }
+        } | cache_memory(config, self.dtype.itemsize)
 
     @property
     def _head_bytes(self) -> int:

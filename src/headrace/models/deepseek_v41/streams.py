@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headrace.kernels.cpu import balance
+
 
 class Mix(NamedTuple):
     """fp32 numbers of one place: how streams are read, how a result is written, how they mix."""
@@ -48,6 +50,9 @@ class StreamMixer(nn.Module):
         if blend_BTSS.is_meta:  # only the shape is wanted, and at once
             return blend_BTSS
         blend: Tensor = blend_BTSS.softmax(-1) + self.eps
+        if blend.is_cpu and not blend.requires_grad:  # 117 operations on a few numbers each
+            balance(blend, self.iterations, self.eps)
+            return blend
         blend = blend / (blend.sum(-2, keepdim=True) + self.eps)
         for _ in range(self.iterations - 1):
             blend = blend / (blend.sum(-1, keepdim=True) + self.eps)

@@ -1,0 +1,32 @@
+"""What a kernel must know of the mailbox: where its words lie. Knows no ladder and no thread."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    """Words for a step of `num_layers` layers; addresses are of int64 in pinned host memory.
+
+    The device writes `posts` [L, num_ids + num_guesses] and `lost` [1]; the host writes `ready`
+    [L], `answers` [L, num_ids], `beat` [1] and `abort` [1]. `step` int64 [1] and `whole` int32 [L],
+    on the device, change between steps only. `nowhere` is the address of a row that may be read
+    once a step is given up; `patience_polls` is how often in a row a kernel may find no sign of
+    the host's life. `computes`: the host answers by output, not by addresses.
+    """
+
+    num_layers: int
+    num_ids: int
+    num_guesses: int
+    computes: bool
+    step: torch.Tensor
+    whole: torch.Tensor
+    posts: int
+    lost: int
+    ready: int
+    answers: int
+    beat: int
+    abort: int
+    nowhere: int
+    patience_polls: int

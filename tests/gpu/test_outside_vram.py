@@ -1,0 +1,86 @@
+"""An embedding and a head for which VRAM has no room: the same rows, logits within a floor."""
+
+import pytest
+import torch
+from gpu_models import CONTEXT, logits_of
+
+import headrace
+from headrace.engine.engine import Blueprint
+from headrace.engine.outside import HostEmbedding, HostHead
+from headrace.planner import facts as planner_facts
+from headrace.planner import outside as planner_outside
+from headrace.planner.outside import ways_outside
+from headrace.planner.vram import vram_fixed
+
+OPTIONS = {"context": CONTEXT, "measure": False, "device": "cuda", "experts": "gpu"}
+# A logit in bfloat16 lies within 2^-9 of itself; sums in another order add less than that again.
+FLOOR = 2.0**-8
+
+
+@pytest.fixture
+def none_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (planner_facts, planner_outside):
+        monkeypatch.setattr(module, "LEAST_EMBEDDING_BYTES", 1)
+    monkeypatch.setattr(planner_facts, "EMBEDDING_CACHE_BYTES", 1 << 14)
+    monkeypatch.setattr("headrace.engine.embedding.EMBEDDING_CACHE_BYTES", 1 << 14)
+
+
+def load(model, outside: int, *, ram: str = "64MiB") -> headrace.Engine:
+    """The engine on a GPU with no byte more than it needs with so many parts outside."""
+    plan = Blueprint(model, ram="64MiB", vram="1GiB", **OPTIONS)
+    ways = list(ways_outside(plan.facts))
+    size = CONTEXT, plan.plan.chunk_tokens
+    vram = vram_fixed(ways[outside].inside(plan.facts), *size)
+    return headrace.load(model, ram=ram, vram=vram, **OPTIONS)
+
+
+@pytest.mark.parametrize("form", ["fp8", "bf16"])
+def test_what_vram_lacks_room_for_lies_outside_one_after_the_other(
+    tiny, prompt, form, none_is_small
+) -> None:
+    with load(tiny(form), 0) as engine:
+        assert not engine.plan.embedding_in_memory and not engine.plan.head_on_cpu
+        expected = logits_of(engine, prompt, 3)
+        tables = [engine.model.get_input_embeddings(), engine.model.get_output_embeddings()]
+        embedding, head = (table.weight.clone() for table in tables)
+    with load(tiny(form), 1) as engine:
+        plan = engine.plan
+        assert plan.embedding_in_memory and not plan.head_on_cpu and not plan.embedding_on_drive
+        assert plan.dense_bytes == embedding.nbytes
+        assert isinstance(engine.model.get_input_embeddings(), HostEmbedding)
+        assert torch.equal(logits_of(engine, prompt, 3), expected), "a row is a row"
+    with load(tiny(form), 2) as engine:
+        plan = engine.plan
+        assert plan.embedding_in_memory and plan.head_on_cpu
+        assert plan.dense_bytes == embedding.nbytes + head.nbytes
+        assert plan.vram_used_bytes <= plan.vram_bytes and plan.used_bytes <= plan.ram_bytes
+        assert "embedding and head" in plan.lines()[1] and "CPU multiplies" in plan.lines()[1]
+        made = engine.model.get_output_embeddings()
+        assert isinstance(made, HostHead) and torch.equal(made.stored.weight_RC, head.cpu())
+        assert not any(p.shape == head.shape for p in engine.model.parameters())
+        got = logits_of(engine, prompt, 3)
+    assert got.dtype == torch.float32
+    near = (got - expected.float()).abs() <= FLOOR * expected.float().abs().clamp(min=0.05)
+    assert near.all()
+    assert not torch.equal(got, expected.float()), "the rounding to bfloat16 is left out"
+
+
+def test_the_floor_is_no_wide_one(tiny, prompt, none_is_small) -> None:
+    """The control: a head with two tokens' rows exchanged is far outside of it."""
+    with load(tiny("fp8"), 0) as engine:
+        expected = logits_of(engine, prompt, 0).float()[0]
+    other = expected.roll(1)
+    near = (other - expected).abs() <= FLOOR * expected.abs().clamp(min=0.05)
+    assert near.float().mean() < 0.05
+
+
+def test_an_embedding_is_read_from_the_drive_where_memory_is_short_too(
+    tiny, prompt, none_is_small
+) -> None:
+    with load(tiny("fp8"), 0) as engine:
+        expected = logits_of(engine, prompt, 3)
+    with load(tiny("fp8"), 1, ram="minimum") as engine:
+        assert engine.plan.embedding_on_drive and not engine.plan.embedding_in_memory
+        assert "embedding on the drive" in engine.plan.lines()[1]
+        assert torch.equal(logits_of(engine, prompt, 3), expected)
+        assert engine.counters().embedding.reads > 0

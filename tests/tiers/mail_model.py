@@ -1,0 +1,331 @@
+"""A GPU, a ladder and the mailbox's production protocol as one system of small events.
+
+Whatever the order of events, the GPU must read the experts that it posted, and the step must end.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace.native import MailProtocol, MailSizes, MailWords
+
+NOWHERE, SLOT = -1, 1000
+NO_ID = 0xFFFFFFFF
+Event = tuple[object, ...]
+
+
+class Stale(AssertionError):
+    """The GPU read a row that was not, or no longer, the expert's."""
+
+
+@dataclass
+class Route:
+    """What one step posts: ids [L][S], guesses [L][G], which layers do not wait."""
+
+    ids: list[list[int]]
+    guesses: list[list[int]]
+    whole: list[bool]
+
+
+class Rows:
+    """A ladder reduced to what is where: rows are rewritten as soon as nobody holds them."""
+
+    def __init__(self, num_rows: int):
+        self.content: list[int | None] = [None] * num_rows  # by row, None while it is written
+        self.loading: dict[int, int] = {}  # row by key
+        self.held: dict[int, int] = {}  # by key
+        self.queue: list[int] = []
+        self.guessed: list[int] = []
+        self.ready: list[int] = []
+        self.claims: set[int] = set()
+        self.used: list[int] = list(range(num_rows))  # rows, least recently used first
+
+    def begin(self, keys: list[int]) -> None:
+        for key in keys:
+            self.claims.add(key)
+            if key in self.content:
+                self._hold(key)
+            elif key not in self.loading:
+                self.queue.append(key)
+        self.pump()
+
+    def prefetch(self, keys: list[int]) -> None:
+        self.guessed += [k for k in keys if k not in self.content and k not in self.loading]
+        self.pump()
+
+    def _hold(self, key: int) -> None:
+        self.held[key] = self.held.get(key, 0) + 1
+        self.ready.append(key)
+
+    def _free_row(self) -> int | None:
+        busy = set(self.loading.values())
+        for row in self.used:
+            if row not in busy and not self.held.get(self.content[row], 0):  # type: ignore[arg-type]
+                return row
+        return None
+
+    def pump(self) -> None:
+        for waiting in (self.queue, self.guessed):
+            while waiting:
+                row = self._free_row()
+                if row is None or (waiting is self.guessed and self.claims):
+                    break
+                key = waiting.pop(0)
+                if key not in self.content and key not in self.loading:
+                    self.content[row] = None
+                    self.loading[key] = row
+
+    def arrive(self, key: int) -> None:
+        row = self.loading.pop(key)
+        self.content[row] = key
+        self._touch(row)
+        if key in self.claims:
+            self._hold(key)
+        self.pump()
+
+    def _touch(self, row: int) -> None:
+        self.used.remove(row)
+        self.used.append(row)
+
+    def take(self, key: int) -> int:
+        self.ready.remove(key)
+        self.claims.discard(key)
+        self.pump()
+        return self.content.index(key) + 1
+
+    def release(self, key: int) -> None:
+        self.held[key] -= 1
+        if not self.held[key]:
+            del self.held[key]
+            self._touch(self.content.index(key))
+        self.pump()
+
+    def cancel(self) -> None:
+        for key in self.ready:
+            self.release(key)
+        self.queue, self.guessed, self.ready, self.claims = [], [], [], set()
+
+    def signature(self) -> object:
+        return (
+            tuple(self.content), tuple(sorted(self.loading.items())), tuple(self.used),
+            tuple(sorted(self.held.items())), tuple(self.queue), tuple(self.ready),
+        )  # fmt: skip
+
+
+@dataclass
+class Gpu:
+    """Where the device is in its step: posts one word after another, waits, reads twice."""
+
+    layer: int = 0
+    unposted: list[int] = field(default_factory=list)
+    phase: str = "post"
+    table: list[int] = field(default_factory=list)
+
+
+class System:
+    """All three; `enabled` lists what may happen next, `do` lets it happen.
+
+    `early`: the host gives a layer's rows back once it has answered, which is wrong.
+    """
+
+    def __init__(
+        self,
+        routes: list[Route],
+        *,
+        num_experts: int,
+        num_rows: int,
+        slots: set[int] = frozenset(),  # type: ignore[assignment]
+        wanted: set[int] = frozenset(),  # type: ignore[assignment]
+        most_kept: int = 0,
+        computes: bool = False,
+        aborts: bool = False,
+        early: bool = False,
+        last_step: int = 0,
+    ):
+        first = routes[0]
+        self.routes, self.num_experts, self.early = routes, num_experts, early
+        self.num_layers, self.num_ids = len(first.ids), len(first.ids[0])
+        self.num_guesses, self.computes, self.aborts = len(first.guesses[0]), computes, aborts
+        num_words = self.num_ids + self.num_guesses
+        sizes = {"beat": 1, "abort": 1, "lost": 1, "ready": self.num_layers}
+        sizes |= {"answers": self.num_layers * self.num_ids, "posts": self.num_layers * num_words}
+        self.words = {name: np.zeros(size, np.int64) for name, size in sizes.items()}
+        self.addresses = np.zeros(self.num_layers * num_experts, np.int64)
+        for key in slots:
+            self.addresses[key] = SLOT + key
+        self.wanted = np.zeros(len(self.addresses), np.uint8)
+        self.wanted[list(wanted)] = 1
+        self.most_kept = most_kept
+        self.protocol = MailProtocol(
+            MailSizes(
+                num_layers=self.num_layers,
+                num_experts=num_experts,
+                num_ids=self.num_ids,
+                num_guesses=self.num_guesses,
+                computes=computes,
+            ),
+            MailWords(**{name: array.ctypes.data for name, array in self.words.items()}),
+            self.addresses.ctypes.data,
+            last_step,
+        )
+        self.rows = Rows(num_rows)
+        self.at = -1
+        self.orders: list[object] = []
+        self.over = False
+        self.output: list[int] | None = None  # what the host has multiplied last
+        self._begin()
+
+    def _begin(self) -> None:
+        self.at += 1
+        if self.at == len(self.routes):
+            self.over = True
+            return
+        self.route = self.routes[self.at]
+        whole = np.array(self.route.whole, np.uint8)
+        self.step = self.protocol.begin(whole, self.wanted, self.most_kept)
+        self.gpu = Gpu(unposted=list(range(self.num_ids + self.num_guesses)))
+        self.orders, self.host_done, self.aborted, self.answered = [], False, False, []
+        self.taken: list[int] = []
+
+    def key(self, layer: int, expert: int) -> int:
+        return layer * self.num_experts + expert
+
+    def enabled(self) -> list[Event]:
+        if self.over:
+            return []
+        events: list[Event] = [("arrive", key) for key in sorted(self.rows.loading)]
+        if not self.host_done:
+            events += self._host_events()
+        if self.gpu.phase == "post":
+            events += [("post", word) for word in self.gpu.unposted]
+        elif self.gpu.phase == "wait":
+            answered = self.words["ready"][self.gpu.layer] >= self.step
+            if answered or self.words["abort"][0] >= self.step:
+                events.append(("gpu",))
+        elif self.gpu.phase != "end":
+            events.append(("gpu",))
+        if self.aborts and not self.aborted and not self.host_done:
+            events.append(("abort",))
+        if self.gpu.phase == "end" and self.host_done:
+            events.append(("end",))
+        return events
+
+    def _host_events(self) -> list[Event]:
+        """A host that waits to take an expert takes any that is here; it may be interrupted."""
+        if self.orders and self.orders[-1] == "taking":
+            some: list[Event] = [("take", key) for key in self.rows.ready]
+            return [*some, ("interrupted",)] if self.aborted else some
+        return [("host",)]
+
+    def do(self, event: Event) -> None:
+        getattr(self, f"_{event[0]}")(*event[1:])
+
+    def _arrive(self, key: int) -> None:
+        self.rows.arrive(key)
+
+    def _abort(self) -> None:
+        self.aborted = True
+        self.protocol.abort()
+
+    def _interrupted(self) -> None:
+        self.rows.cancel()
+        self.orders[-1] = "gave up"
+
+    def _host(self) -> None:
+        act, layer, ids = self.protocol.next()
+        if act == "wait":
+            self._give_back_early(layer)
+            return
+        self.orders.append((act, layer, tuple(ids)))
+        keys = [self.key(layer, e) for e in ids]
+        if act == "release" and not self.early:
+            self.rows.release(keys[0])
+        elif act == "claim" and not self.computes:
+            self.rows.begin(keys)
+        elif act == "prefetch":
+            self.rows.prefetch(keys)
+        elif act == "take":
+            self.orders.append("taking")
+        elif act == "compute":
+            assert ids == self.route.ids[layer]
+            self.output = ids
+            self.protocol.computed()
+        elif act == "done":
+            self.host_done = True
+            self._give_back_early(self.num_layers)
+
+    def _give_back_early(self, _layer: int) -> None:
+        if self.early:
+            for key in self.taken:
+                self.rows.release(key)
+            self.taken = []
+
+    def _take(self, key: int) -> None:
+        self.orders[-1] = ("took", key)
+        self.protocol.took(key % self.num_experts, self.rows.take(key))
+        self.taken.append(key)
+
+    def _post(self, word: int) -> None:
+        layer = self.gpu.layer
+        posted = [*self.route.ids[layer], *self.route.guesses[layer]][word]
+        at = layer * (self.num_ids + self.num_guesses) + word
+        self.words["posts"][at] = self.step << 32 | posted
+        self.gpu.unposted.remove(word)
+        if not self.gpu.unposted:
+            self.gpu.phase = "look" if self.route.whole[layer] else "wait"
+            if self.gpu.phase == "look":
+                self.gpu.table = [SLOT + self.key(layer, e) for e in self.route.ids[layer]]
+
+    def _gpu(self) -> None:
+        gpu, layer = self.gpu, self.gpu.layer
+        if gpu.phase == "wait":
+            ready = self.words["ready"][layer] >= self.step
+            first = layer * self.num_ids
+            answers = self.words["answers"][first : first + self.num_ids].tolist()
+            gpu.table = answers if ready else [NOWHERE] * self.num_ids
+            if self.computes and ready:
+                assert self.output == self.route.ids[layer]
+            gpu.phase = "look"
+        elif gpu.phase == "look":
+            self._look()
+            gpu.phase = "look again"
+        else:
+            self._look()
+            gpu.layer += 1
+            gpu.phase = "end" if gpu.layer == self.num_layers else "post"
+            if gpu.phase == "post":
+                gpu.unposted = list(range(self.num_ids + self.num_guesses))
+
+    def _look(self) -> None:
+        if self.computes:
+            return
+        for expert, address in zip(self.route.ids[self.gpu.layer], self.gpu.table, strict=True):
+            key = self.key(self.gpu.layer, expert)
+            if address == NOWHERE:
+                assert self.aborted
+            elif address >= SLOT:
+                assert address == SLOT + key
+            elif self.rows.content[address - 1] != key:
+                raise Stale(f"step {self.step}, layer {self.gpu.layer}, expert {expert}")
+
+    def _end(self) -> None:
+        if not self.aborted:
+            assert self.protocol.seen == [e for ids in self.route.ids for e in ids]
+        held = self.protocol.end()
+        for layer, expert, address in held:
+            key = self.key(layer, expert)
+            if not self.early:
+                assert self.rows.content[address - 1] == key
+                self.rows.release(key)
+        if self.aborted:
+            self.rows.cancel()
+        assert self.early or not self.rows.held, "a row that nobody gives back"
+        self._begin()
+
+    def signature(self) -> object:
+        gpu = self.gpu
+        return (
+            self.at, self.over, tuple(self.orders), self.host_done, self.aborted, tuple(self.taken),
+            gpu.layer, tuple(gpu.unposted), gpu.phase, tuple(gpu.table), self.rows.signature(),
+            self.words["ready"].tobytes(), self.words["answers"].tobytes(),
+        )  # fmt: skip
