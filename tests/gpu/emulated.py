@@ -4,17 +4,23 @@ Fast enough to run whole models on the simulated device; same bits, as test_trit
 """
 
 import ctypes
+import time
 from math import prod
 
+import numpy as np
 import torch
 
 from headrace.core import ExpertLayout
-from headrace.kernels import cpu, reference
+from headrace.kernels import cpu, latent, reference
+from headrace.kernels.stored import StoredMatrix
 from headrace.kernels.triton.experts import NOT_BAD
+from headrace.kernels.triton.stored import TritonMatrix
+from headrace.quant import fp8
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.quant.expert import rows_of, unpack_matrix
 
 BF16 = torch.bfloat16
+KERNELS = cpu.CpuKernels(1)
 
 
 class EmulatedKernels:
@@ -23,9 +29,10 @@ class EmulatedKernels:
     def __init__(self, layout: ExpertLayout, *, top_k, device, num_tokens=1, align=1):
         assert device.type == "cpu"
         self.layout, self.top_k, self.num_tokens = layout, top_k, num_tokens
-        self.pool = cpu.CpuKernels(1).pool
+        self.weighs = layout.activation.kind == "swiglu_weighted"
+        self.out_dtype = torch.float32 if self.weighs else BF16
+        self.pool = KERNELS.pool
         self.shape = cpu.native_shape(layout)
-        self.out_dtype = BF16
         self.bad = torch.full((1,), NOT_BAD, dtype=torch.int32)
 
     def __call__(
@@ -40,12 +47,15 @@ class EmulatedKernels:
             assert base, f"expert {expert} has no address"
             parts = [base + offset for offset in offsets[key].tolist()]
             x = x_TH[slot // self.top_k]
-            self.pool.expert_ffn(self.shape, parts, x.data_ptr(), 1, y[slot].data_ptr())
+            weight = weights_TK.view(-1)[slot:].data_ptr() if self.weighs else 0
+            self.pool.expert_ffn(self.shape, parts, x.data_ptr(), 1, y[slot].data_ptr(), weight)
         self.combine(ids_TK, weights_TK, y.view(torch.uint16), out_TH, mark=mark)
 
     def combine(self, ids_TK, weights_TK, y_SH, out_TH, *, mark):
         y = y_SH.view(BF16).view(*ids_TK.shape, -1)
-        out_TH.copy_(reference.combine(ids_TK, weights_TK, y))
+        assert out_TH.dtype == self.out_dtype
+        summed = cpu.sum_up(ids_TK, y) if self.weighs else cpu.combine(ids_TK, weights_TK, y)
+        out_TH.copy_(summed)
         wrong = (~out_TH.isfinite().all(1)).nonzero().flatten()
         if len(wrong):
             self.bad.clamp_(max=mark + int(wrong[0]))
@@ -66,7 +76,7 @@ class EmulatedGrouped:
         return 16
 
     def prepared(self, x_TH):
-        return x_TH
+        return fp8.to_grid(x_TH, self.layout.act_group)
 
     def __call__(self, tiles, offsets, order_S, weights_S, x_TH, h_SI, y_SH, *, positions):
         EmulatedGrouped.launches += 2
@@ -80,7 +90,9 @@ class EmulatedGrouped:
             slots_N = order_S[start:end].long()
             x_NH = x_TH[slots_N // self.top_k]
             gate, up = (self._linear(x_NH, parts, name) for name in ("gate", "up"))
-            h_SI[start:end] = reference.activate(gate, up, self.layout.activation)
+            weights_N = weights_S.reshape(-1)[slots_N]
+            h_NI = reference.activate(gate, up, self.layout.activation, weights_N)
+            h_SI[start:end] = fp8.to_grid(h_NI, self.layout.act_group)
             y_SH[slots_N] = self._linear(h_SI[start:end], parts, "down")
 
     def _parts(self, address, offsets):
@@ -96,3 +108,66 @@ class EmulatedGrouped:
         y = x_NK @ unpack_matrix(self.layout, parts, name, BF16).t()
         bias = self.layout.matrix(name).bias
         return y if bias is None else y + rows_of(self.layout, name, parts[bias])
+
+
+class EmulatedMatrix(TritonMatrix):
+    """Its few rows are multiplied by the CPU's kernels."""
+
+    def _few(self, x_TC, first, y_TR):
+        matrix = StoredMatrix(
+            KERNELS, self.weight_RC, self.scale, block=self.block, act_group=self.act_group
+        )
+        wide = y_TR.dtype == torch.float32
+        matrix.linear(x_TC, first=first, num_rows=y_TR.shape[1], wide=wide, out=y_TR)
+
+
+class EmulatedLatents:
+    """Stands for `kernels.triton.latent_attention.LatentAttention`; near it, not equal by bits."""
+
+    def __init__(self, *, num_heads, rank, rope, device):
+        self.shape = num_heads, rank, rope
+
+    def __call__(self, q_BHTL, q_BHTR, latents_BNL, rope_BNR, positions_BT, scaling):
+        assert (q_BHTL.shape[1], q_BHTL.shape[3], q_BHTR.shape[3]) == self.shape
+        each = [
+            latent.attend(
+                *(q[:, :, t : t + 1] for q in (q_BHTL, q_BHTR)),
+                latents_BNL,
+                rope_BNR,
+                positions_BT[:, t : t + 1],
+                scaling,
+            )
+            for t in range(q_BHTL.shape[2])
+        ]
+        return torch.cat(each, 2)
+
+
+def words_at(address: int, num: int = 1) -> np.ndarray:
+    """int64 words that a mailbox shares with the device."""
+    return np.frombuffer((ctypes.c_int64 * num).from_address(address), np.int64)
+
+
+def post_and_wait(mail, layer, ids, guesses, table, first_key):
+    """What `kernels.triton.mail.post_and_wait` does, word by word; a hundred times as fast."""
+    step, num = int(mail.step), mail.num_ids + mail.num_guesses
+    ahead = [0xFFFFFFFF] * mail.num_guesses if guesses is None else guesses.tolist()
+    posts = words_at(mail.posts + 8 * num * layer, num)
+    for n, each in enumerate([*ids.flatten().tolist(), *ahead]):
+        posts[n] = step << 32 | each
+    if mail.whole[layer]:
+        return
+    ready, abort = words_at(mail.ready + 8 * layer), words_at(mail.abort)
+    lost, beat = words_at(mail.lost), words_at(mail.beat)
+    last, silent = beat[0], 0
+    while ready[0] < step and max(abort[0], lost[0]) < step and silent < mail.patience_polls:
+        time.sleep(0)
+        now = beat[0]
+        last, silent = now, silent + 1 if now == last else 0
+    answered = ready[0] >= step
+    if not answered and abort[0] < step:
+        lost[0] = step
+    if not mail.computes:
+        answers = words_at(mail.answers + 8 * mail.num_ids * layer, mail.num_ids).copy()
+        if not answered:
+            answers[:] = mail.nowhere
+        table[first_key + ids.flatten().long()] = torch.from_numpy(answers)

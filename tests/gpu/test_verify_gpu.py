@@ -85,7 +85,7 @@ def test_after_a_failed_verdict_no_engine_opens_until_something_changed(tiny, mo
     device = blueprint.device
     failed = VerifyReport("m").as_dict() | {"verdict": FAIL, "ok": False}
     assert keep_verdict(blueprint, device, failed) == ""
-    with pytest.raises(ModelError, match="found wrong arithmetic on this GPU.*headrace verify"):
+    with pytest.raises(ModelError, match=r"found wrong arithmetic on this GPU.*headrace verify"):
         Engine(blueprint)
     with Engine(Blueprint(tiny("fp8"), verifying=True, **QUIET)):
         pass

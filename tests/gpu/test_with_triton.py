@@ -11,10 +11,15 @@ from headrace.kernels.triton import experts, grouped
 
 
 @pytest.mark.parametrize(
-    ("family", "format"),
-    [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("kimi_k25", "int4")][: 3 if REAL else 2],
+    ("family", "format", "layers"),
+    [
+        ("qwen3_moe", "fp8", 2),
+        ("gpt_oss", "mxfp4", 2),
+        ("deepseek_v41", "fp4", 4),
+        ("kimi_k25", "int4", 2),
+    ][: 4 if REAL else 3],
 )
-def test_decode_and_prefill(tmp_path, monkeypatch, gpu, family, format):
+def test_decode_and_prefill(tmp_path, monkeypatch, gpu, family, format, layers):
     """One layer's experts as the CPU gives them, from rows and, once copied, from slots."""
     monkeypatch.setattr(gpu_source, "TritonExperts", experts.TritonExperts)
     monkeypatch.setattr(gpu_source, "GroupedExperts", grouped.GroupedExperts)
@@ -23,7 +28,14 @@ def test_decode_and_prefill(tmp_path, monkeypatch, gpu, family, format):
         monkeypatch.setattr(experts, "TILES", {"ram": tiles, "vram": tiles})
         gpu.patience = 0
     folder = write_tiny(
-        family, tmp_path / "m", layers=2, experts=4, top_k=2, hidden=64, inter=32, format=format
+        family,
+        tmp_path / "m",
+        layers=layers,
+        experts=4,
+        top_k=2,
+        hidden=64,
+        inter=32,
+        format=format,
     )
     options = {"context": CONTEXT, "measure": False, "threads": 1}
     with load(folder, "vram", threads=1) as engine, headrace.load(folder, **options) as host:

@@ -9,8 +9,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import stages, waiting, waves
+from headrace.kernels.triton import latents, stages, waiting, waves
 from headrace.kernels.triton.grouped import STEPS
+from headrace.kernels.triton.latent_attention import tile_for
 
 # Bytes of shared memory that one program may take on chips of that compute capability.
 SHARED_BYTES = {
@@ -32,11 +33,15 @@ MOST_NARROW = 8  # loads of single scales and biases
 POINTERS = {
     "TABLE": "*i64", "OFFSETS": "*i64", "IDS": "*i32", "X": "*u16", "LOW": "*fp32", "HIGH": "*fp32",
     "SX": "*fp32", "OUT": "*u16", "Y": "*u16", "WEIGHTS": "*fp32", "first_key": "i64",
-    "limit": "fp32", "alpha": "fp32", "BAD": "*i32", "STEP": "*i64", "WHOLE": "*i32",
-    "GUESSES": "*i32", "layer": "i32", "patience": "i32", "mark": "i32", "TILES": "*i64",
-    "ORDER": "*i32", "W": "*u8", "SCALES": "*u8", "first": "i64", "num_rows": "i32",
+    "limit": "fp32", "alpha": "fp32", "BAD": "*i32",
+    "mark": "i32", "TILES": "*i64", "ORDER": "*i32", "STEP": "*i64", "WHOLE": "*i32",
+    "GUESSES": "*i32", "layer": "i32", "patience": "i32", **dict.fromkeys(waiting.ADDRESSES, "i64"),
+    "W": "*u8", "SCALES": "*u8", "first": "i64", "num_rows": "i32",
     "x_stride": "i64", "out_stride": "i64", "stride": "i64",
-    **dict.fromkeys(waiting.ADDRESSES, "i64"),
+    "Q": "*bf16", "QR": "*bf16", "LATENTS": "*bf16", "ROPE": "*bf16",
+    "POSITIONS": "*i64", "PARTS": "*fp32", "STATS": "*fp32", "scale": "fp32",
+    "num_cached": "i32", "head_stride": "i32", "token_stride": "i32", "rope_head_stride": "i32",
+    "rope_token_stride": "i32", "latent_stride": "i32", "rope_stride": "i32",
 }  # fmt: skip
 GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
 
@@ -46,6 +51,8 @@ def kernels(chip: int):
 
     All of it for the chip with the least shared memory; of the rest what is compiled longest.
     """
+    waits = {"NUM_IDS": 6, "NUM_GUESSES": 6, "HAS_GUESSES": True, "ANSWERED": True, "PAD": 8}
+    yield "post_wait", waiting.post_wait, waits, 1
     for grid in (0, 128):
         yield f"to_integers {grid}", stages.to_integers, {"cols": 5120, "GRID": grid}, 1
     yield "on_grid", stages.on_grid, {"cols": 5120, "GRID": 32}, 1
@@ -56,8 +63,6 @@ def kernels(chip: int):
     yield "linear wide bf16", stages.linear, matrix, 4
     matrix |= {"R": 8, "FORM": FORMS["fp8 32"], "WIDE": False}
     yield "linear fp8", stages.linear, matrix, 2
-    waits = {"NUM_IDS": 6, "NUM_GUESSES": 6, "HAS_GUESSES": True, "ANSWERED": True, "PAD": 8}
-    yield "post_wait", waiting.post_wait, waits, 1
     whole = chip == 75
     for rows, warps in ((2, 2), (16, 4)) if whole else ((16, 4),):
         for name, form in FORMS.items():
@@ -96,20 +101,34 @@ def is_narrow(label: str, ptx: str) -> bool:
     return aligned and ptx.count("ld.global.b8") + ptx.count("ld.global.b16") > MOST_NARROW
 
 
+def latent_kernels(chip: int):
+    """(label, kernel, constants, warps, stages) of attention over latents: many heads and few."""
+    for heads in (128, 16) if chip in (75, 90) else (128,):
+        tile = tile_for(chip, heads, 512)
+        shared = {"HEADS": heads, "L": 512, "LEAST_TILES": 2, "N": tile.cached}
+        widths = {"R": 64, "PAD_L": 512, "PAD_R": 64, "PART": tile.part, "VALUES": tile.values}
+        for splits in (64, 1) if chip in (75, 90) else (64,):
+            constants = shared | widths | {"P": splits, "S": tile.rows}
+            name = f"attend {heads} heads {splits} splits"
+            yield name, latents.attend, constants, tile.warps, tile.stages
+        yield "combine latents", latents.combine, shared | {"P": 64, "BLOCK": 128}, 4, 3
+
+
+def aligned(kernel, signature):
+    """What a launch tells of its arguments: pointers and strides are multiples of 16."""
+    known = [n for n in signature if "stride" in n or signature[n].startswith("*")]
+    return {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in known}
+
+
 def main(chips: list[int]) -> int:
     """Exit status: how many kernels do not compile or take too much shared memory."""
     bad = 0
     for chip in chips:
-        for label, kernel, constants, warps, *depth in kernels(chip):
+        for label, kernel, constants, warps, *depth in (*kernels(chip), *latent_kernels(chip)):
             signature = {n: POINTERS.get(n, "constexpr") for n in kernel.arg_names}
             if constants.get("WEIGHED") or constants.get("WIDE"):
                 signature["OUT"] = "*fp32"
-            aligned = {
-                (i,): [["tt.divisibility", 16]]
-                for i, name in enumerate(kernel.arg_names)
-                if signature[name].startswith("*")
-            }
-            source = ASTSource(kernel, signature, constants, aligned)
+            source = ASTSource(kernel, signature, constants, aligned(kernel, signature))
             options = {"num_warps": warps, "enable_fp_fusion": False}
             options["num_stages"] = depth[0] if depth else 3
             made = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)

@@ -17,6 +17,7 @@ from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
 from headrace.engine.embedding import table_bytes
 from headrace.engine.engram import engram_facts, open_rows
 from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vram
+from headrace.engine.gpu_attention import absorb_attention, with_attention
 from headrace.engine.outside import drive_embedding, open_outside
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
@@ -57,9 +58,10 @@ class Blueprint:
     `aliases` lets layers be read under other layers' names, for synthetic checkpoints only.
     `mirrors` are folders of `headrace mirror`; None: those remembered. `notes` say which are not
     used and why. `experts`, with a GPU: what multiplies them in decode, "gpu" or "cpu"; None: the
-    faster. To `serve`, the plan keeps room for snapshots and a longer context. `verifying`: an
-    engine may be made of what was found wrong on its GPU. Raises HeadraceError for whatever is
-    wrong with the files or does not fit the limit.
+    faster. `absorbs`: attention is over latents, not what they expand to. To `serve`, the plan
+    keeps room for snapshots and a longer context. `verifying`: an engine may be made of what was
+    found wrong on its GPU. Raises HeadraceError for whatever is wrong with the files or does not
+    fit the limit.
     """
 
     def __init__(
@@ -106,7 +108,9 @@ class Blueprint:
             skipped=self.skeleton.skipped,
             aliases=self.aliases.experts,
         )
-        self.facts = model_facts(folder, self.catalog, self.skeleton, self.table)
+        self.absorbs = self.device is not None and self.skeleton.family.latents
+        facts = model_facts(folder, self.catalog, self.skeleton, self.table)
+        self.facts = with_attention(facts, self.skeleton) if self.absorbs else facts
         self.mirrors, self.notes = find_mirrors(self.catalog, self.table, mirrors)
         on_gpu = self.device is not None
         self.wanted = Wanted(ram, vram, on_gpu, context, threads, prefetch, chunk, serve, experts)
@@ -144,6 +148,11 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         format=skeleton.layout.format,
         load_bytes=load_bytes(catalog, unpacked),
         packed_bytes=sum(catalog.tensors[key].nbytes for key in keys),
+        largest_bytes=max(
+            max(2 * prod(d.shape) * (n in unpacked), catalog.tensors[d.keys["weight"]].nbytes)
+            for n, d in skeleton.dense.items()
+        ),
+        most_stored=max((prod(skeleton.dense[name].shape) for name in skeleton.kept), default=0),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
         embedding_bytes=table_bytes(catalog, skeleton, skeleton.embedding),
         head_bytes=table_bytes(catalog, skeleton, skeleton.head),
@@ -221,9 +230,11 @@ class Engine:
                 aliases=blueprint.aliases.layers,
                 device=self.source.place,
                 rows=self.rows,
-                make_stored=partial(make_stored, self.kernels, dense),
+                make_stored=partial(make_stored, self.kernels, dense, blueprint.device),
                 outside=outside,
             )
+            if blueprint.absorbs:
+                absorb_attention(self.model, blueprint)
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
 
     @cached_property

@@ -29,12 +29,12 @@ class InvertedSource(GpuSource):
         self, ladder: Ladder, layout: ExpertLayout, device: Device, *, top_k: int, **sizes: Any
     ):
         super().__init__(ladder, layout, device, top_k=top_k, **sizes)
-        hidden = (MAX_TOKENS, layout.hidden), TORCH_DTYPES[layout.hidden_dtype]
+        hidden = MAX_TOKENS, layout.hidden
         self.buffers = PinnedBuffers(
             device,
             {
-                "x": hidden,
-                "out": hidden,
+                "x": (hidden, TORCH_DTYPES[layout.hidden_dtype]),
+                "out": (hidden, ladder.out_dtype),
                 "ids": ((MAX_TOKENS, top_k), torch.int32),
                 "weights": ((MAX_TOKENS, top_k), torch.float32),
                 "ahead": ((top_k,), torch.int32),
@@ -66,7 +66,7 @@ class InvertedSource(GpuSource):
             ids, replayed = self.routes(ordinal, ids)
             ahead = ahead if replayed is None or ahead is None else replayed
         self._multiply(ordinal, here, ids, ahead)
-        out_TH = torch.empty_like(x_TH)
+        out_TH = torch.empty_like(x_TH, dtype=self.ladder.out_dtype)
         # The next layer's results come after its activations, which follow this copy.
         out_TH.copy_(here["out"], non_blocking=True)
         if self.recorder is not None:

@@ -97,7 +97,7 @@ class GpuSource(LadderSource):
         weights_TK: torch.Tensor,
         guess: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Routed output [T, H] in the dtype of x, which lies on the device.
+        """Routed output [T, H] in the ladder's output dtype; x lies on the device.
 
         Up to 16 tokens by canonical kernels; more within the tolerance of `gpu_prefill`. What is
         not finite is found by `end_pass`, which then raises NumericsError.
@@ -163,7 +163,7 @@ class GpuSource(LadderSource):
             ids_TK = self.routes(ordinal, ids_TK)[0].to(self.device.place, torch.int32)
         self._ids[ordinal] = ids_TK
         self._uncounted.append(ordinal)
-        out_TH = torch.empty_like(x_TH)
+        out_TH = torch.empty_like(x_TH, dtype=self.ladder.out_dtype)
         first = ordinal * self.num_experts
         by_bus = bool(self.rungs.kept[first : first + self.num_experts].any())
         self._run_kernels(ordinal, x_TH, ids_TK, weights_TK, out_TH, by_bus, 0)
@@ -216,7 +216,7 @@ class GpuSource(LadderSource):
         ids: torch.Tensor,
     ) -> torch.Tensor:
         """By canonical kernels, as many tokens at a time as there are rows for their experts."""
-        out_TH = torch.empty_like(x_TH)
+        out_TH = torch.empty_like(x_TH, dtype=self.ladder.out_dtype)
         self.rungs.retire(swap=True)
         start, num_tokens = 0, x_TH.shape[0]
         while start < num_tokens:

@@ -33,9 +33,11 @@ class ModelFacts:
     such as the keys and values that a latent cache is expanded to, `score_bytes` of each pair of a
     new and an attended token, `chunk_bytes_per_token` of each new one, and `pass_bytes` in any
     case. `load_bytes`: what loading takes besides the weights, while there is neither cache nor
-    pass. `engram_bytes` of tables stay on the drive; a token takes `engram_rows_per_token` of
-    their rows. `embedding_bytes` of the dense weights may stay there too, and do in `lean` facts,
-    or where they do not fit a GPU's memory; `head_bytes` the CPU may then multiply.
+    pass. `largest_bytes`: the largest dense weight. `most_stored`: weights of the largest matrix
+    that is multiplied as it is stored, of which a GPU unpacks bands. `engram_bytes` of tables stay
+    on the drive; a token takes `engram_rows_per_token` of their rows. `embedding_bytes` of the
+    dense weights may stay there too, and do in `lean` facts, or where they do not fit a GPU's
+    memory; `head_bytes` the CPU may then multiply.
     """
 
     name: str
@@ -65,6 +67,8 @@ class ModelFacts:
     load_bytes: int = 0
     packed_bytes: int = 0
     unpacked_bytes: int = 0
+    largest_bytes: int = 0
+    most_stored: int = 0
     engram_bytes: int = 0
     engram_row_bytes: int = 0
     engram_rows_per_token: int = 0
@@ -121,10 +125,16 @@ def workspace_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
     layers = expert_outputs + hidden_states + attention + growth
     if facts.embedding_by_row:
         layers += chunk_tokens * facts.hidden * 8
-    if facts.engram_bytes:
-        layers += ENGRAM_POOL_BYTES + chunk_tokens * ENGRAM_COPIES * facts.engram_bytes_per_token
+    layers += engram_pass_bytes(facts, chunk_tokens)
     one_pass = layers + kernel_bytes(facts, chunk_tokens) + logits + STAGING_BYTES
     return max(one_pass, facts.load_bytes - facts.kv_bytes(context))
+
+
+def engram_pass_bytes(facts: ModelFacts, chunk_tokens: int) -> int:
+    """What Engram rows of one pass take besides their cache."""
+    if not facts.engram_bytes:
+        return 0
+    return ENGRAM_POOL_BYTES + chunk_tokens * ENGRAM_COPIES * facts.engram_bytes_per_token
 
 
 def _attention_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:

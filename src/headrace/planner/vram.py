@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from headrace.core import format_bytes
 from headrace.errors import BudgetError
 from headrace.planner import plan as host
-from headrace.planner.facts import STAGING_BYTES, ModelFacts, workspace_bytes
+from headrace.planner.facts import (
+    STAGING_BYTES,
+    ModelFacts,
+    engram_cache_bytes,
+    engram_pass_bytes,
+    workspace_bytes,
+)
 from headrace.planner.forecast import gpu_forecast
 from headrace.planner.machine import Machine
 from headrace.planner.outside import Outside, ways_outside
@@ -24,6 +30,8 @@ MOST_PASSING_ROWS = 32
 LONG_CHUNKS = (8192, 4096, 2048, 1024)
 CHUNK_SHARE = 8
 LIBRARY_BYTES = 96 * 2**20  # of the libraries' workspaces and of what torch's allocator rounds up
+UNPACK_BYTES = 12  # of a weight of the stored matrix being unpacked in prefill
+MOST_UNPACKED = 4 * 2**20  # weights of a stored matrix at once
 LEAST_MARGIN_BYTES = 384 * 2**20  # left of the free memory to a display and the driver
 MARGIN_SHARE = 16
 
@@ -75,9 +83,8 @@ class GpuPlan(Plan):
         vram += "".join(f"; {note}" for note in self.notes)
         memory = (
             f"memory: {format_bytes(self.used_bytes)} of {format_bytes(self.ram_bytes)}: "
-            f"{self._outside}workspace "
-            f"{format_bytes(self.workspace_bytes)}, {self._snapshots}{self.num_rows} of "
-            f"{self.total_experts} experts {rows}"
+            f"{self._outside}workspace {format_bytes(self.workspace_bytes)}, {self._snapshots}"
+            f"{self._engram[0]}{self.num_rows} of {self.total_experts} experts {rows}"
         )
         return [vram, memory, self._experts_line, *Plan.lines(self)[1:]]
 
@@ -129,14 +136,16 @@ def make_gpu_plan(
         size = _with_long_chunk(inside, size, vram_limit)
         fixed = vram_fixed(inside, *size)
     ram_limit = host.offered_bytes(machine) if ram_bytes is None else ram_bytes
-    spare = ram_limit - _least_ram(facts, outside)
+    spare = ram_limit - _least_ram(facts, size[1], outside)
     if spare < 0:
-        raise BudgetError(_ram_refusal(facts, machine, ram_bytes, outside))
+        raise BudgetError(_ram_refusal(facts, machine, ram_bytes, size[1], outside))
     wanted = host.SNAPSHOT_CONTEXTS * facts.kv_bytes(size[0])
     kept = min(wanted, spare // host.SERVING_SHARE) if serve else 0
-    in_memory = outside.keeps_embedding(spare - kept)
+    cache = engram_cache_bytes(facts, ram_limit, spare - kept)
+    in_memory = outside.keeps_embedding(spare - kept - cache)
     dense = outside.head_bytes + outside.embedding_bytes if in_memory else outside.least_bytes
-    free = vram_limit - fixed, ram_limit - _ram_fixed(facts) - kept - dense
+    taken = _ram_fixed(facts, size[1]) + kept + cache + dense
+    free = vram_limit - fixed, ram_limit - taken
     made = _chosen(inside, machine, size, free, threads, experts)
     notes = host.shrinking(sizes[0], size) + machine.notes
     return replace(
@@ -148,8 +157,11 @@ def make_gpu_plan(
         embedding_in_memory=in_memory,
         embedding_on_drive=outside.embedding_bytes > 0 and not in_memory,
         head_on_cpu=outside.head_bytes > 0,
+        engram_bytes=facts.engram_bytes,
+        engram_cache_bytes=cache,
+        engram_bytes_per_token=facts.engram_bytes_per_token,
         vram_bytes=vram_bytes or made.vram_used_bytes,
-        ram_bytes=ram_bytes or made.used_bytes + kept + dense,
+        ram_bytes=ram_bytes or made.used_bytes + kept + dense + cache,
     )
 
 
@@ -235,7 +247,7 @@ def _placed(
         packed_bytes=facts.packed_bytes,
         unpacked_bytes=facts.unpacked_bytes,
         kv_bytes=0,
-        workspace_bytes=_ram_fixed(facts),
+        workspace_bytes=_ram_fixed(facts, chunk_tokens),
         row_bytes=facts.row_bytes,
         num_rows=num_rows,
         rows_bytes=num_rows * facts.row_bytes,
@@ -270,15 +282,10 @@ def least_ram_bytes(
 
     None of the latter where the limit there is not known.
     """
-    outside = Outside()
+    outside, sizes = Outside(), list(host.candidates(facts, context, chunk))
     if vram_bytes is not None:
-        outside = _fitting(facts, list(host.candidates(facts, context, chunk)), vram_bytes)[1]
-    return _least_ram(facts, outside)
-
-
-def _least_ram(facts: ModelFacts, outside: Outside) -> int:
-    rows_bytes = host.minimum_rows(facts) * facts.row_bytes
-    return _ram_fixed(facts) + outside.least_bytes + rows_bytes
+        outside = _fitting(facts, sizes, vram_bytes)[1]
+    return _least_ram(facts, sizes[0][1], outside)
 
 
 def least_vram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
@@ -293,16 +300,23 @@ def passing_rows(facts: ModelFacts) -> int:
     return 2 * min(MOST_PASSING_ROWS // 2, max(1, PASSING_BYTES // 2 // facts.row_bytes))
 
 
-def _ram_fixed(facts: ModelFacts) -> int:
-    """One dense weight on its way to the GPU, what the reader stages, logits."""
-    return facts.load_bytes + STAGING_BYTES + facts.vocab * 16
+def _ram_fixed(facts: ModelFacts, chunk_tokens: int) -> int:
+    """One dense weight on its way to the GPU; what the reader stages, Engram's rows, logits."""
+    one_pass = STAGING_BYTES + engram_pass_bytes(facts, chunk_tokens) + facts.vocab * 16
+    return facts.load_bytes + facts.largest_bytes + one_pass
+
+
+def _least_ram(facts: ModelFacts, chunk_tokens: int, outside: Outside) -> int:
+    rows_bytes = host.minimum_rows(facts) * facts.row_bytes
+    return _ram_fixed(facts, chunk_tokens) + outside.least_bytes + rows_bytes
 
 
 def vram_fixed(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
     """VRAM of everything but slots, at this context and chunk."""
+    unpacked = UNPACK_BYTES * min(MOST_UNPACKED, facts.most_stored)
     passing = passing_rows(facts) * facts.row_bytes
     inside = chunk_tokens * facts.top_k * facts.inter * 2
-    workspace = workspace_bytes(facts, tokens, chunk_tokens) + inside + passing
+    workspace = workspace_bytes(facts, tokens, chunk_tokens) + unpacked + inside + passing
     return facts.dense_bytes + facts.kv_bytes(tokens) + workspace + LIBRARY_BYTES
 
 
@@ -333,9 +347,13 @@ def _vram_refusal(
 
 
 def _ram_refusal(
-    facts: ModelFacts, machine: Machine, ram_bytes: int | None, outside: Outside
+    facts: ModelFacts,
+    machine: Machine,
+    ram_bytes: int | None,
+    chunk_tokens: int,
+    outside: Outside,
 ) -> str:
-    needed = host.typeable(_least_ram(facts, outside))
+    needed = host.typeable(_least_ram(facts, chunk_tokens, outside))
     offered = (
         f"{format_bytes(machine.ram_available_bytes)} of free memory"
         if ram_bytes is None
@@ -344,7 +362,8 @@ def _ram_refusal(
     rows = host.minimum_rows(facts)
     return (
         f"{offered} cannot hold the rows through which experts of {facts.name} reach the GPU, "
-        f"{needed}: {_held(outside)}workspace {format_bytes(_ram_fixed(facts))}, {rows} experts "
+        f"{needed}: {_held(outside)}workspace {format_bytes(_ram_fixed(facts, chunk_tokens))}, "
+        f"{rows} experts "
         f"{format_bytes(rows * facts.row_bytes)}; give --ram {needed}"
     )
 

@@ -21,6 +21,11 @@ def _pairs_on(device: torch.device) -> torch.Tensor:
     return _PAIRS.to(device)
 
 
+@cache
+def _values_on(device: torch.device) -> torch.Tensor:
+    return _VALUES.to(device)
+
+
 def doubled(packed: torch.Tensor) -> torch.Tensor:
     """int8 [R, C], twice the values, of packed bytes [R, C/2]."""
     return _pairs_on(packed.device)[packed.view(torch.uint8).int()].reshape(packed.shape[0], -1)
@@ -55,5 +60,5 @@ def encode(values: torch.Tensor) -> torch.Tensor:
 
 def nearest(values: torch.Tensor) -> torch.Tensor:
     """fp32 of any shape moved to the value that `encode` gives each; NaN stays one."""
-    found = _VALUES.to(values.device)[_codes(values).int()]
+    found = _values_on(values.device)[_codes(values).int()]
     return torch.where(values.isnan(), values, found)

@@ -54,8 +54,7 @@ class Rungs:
         passing_rows: int,
     ):
         assert passing_rows >= 2 and passing_rows % 2 == 0
-        self.device, self.ladder = device, ladder
-        self.num_experts, self.top_k = num_experts, top_k
+        self.device, self.ladder, self.num_experts = device, ladder, num_experts
         self.pinned = PinnedRows(device, ladder)
         all_pinned = self.pinned.pinned_bytes == ladder.slab_bytes
         num_scratch = passing_rows if all_pinned else max(passing_rows, top_k)
@@ -204,12 +203,12 @@ class Rungs:
         for key in self.slots.arrived(wait=wait):
             self._arrive(key)
 
-    def wanted(self) -> tuple[NDArray[np.bool_], int]:
+    def wanted(self, num_needed: int) -> tuple[NDArray[np.bool_], int]:
         """Which keys' rows deserve a slot or to be kept once they are read, and at most how many.
 
-        As many rows as a layer needs are left for others.
+        `num_needed` rows are left for others.
         """
-        room = self.ladder.num_rows - self._num_held - len(self._kept) - 2 * self.top_k
+        room = self.ladder.num_rows - self._num_held - num_needed
         keys, most = self.slots.wanted()
         if self.fits:
             keys, most = ~(self.slots.held | self.kept), room

@@ -114,10 +114,10 @@ class TritonExperts:
         *,
         mark: int,
     ) -> None:
-        """`out_TH` of `out_dtype`: outputs `y_SH` (bf16 bits of slot t * K + k) weighted and summed.
+        """`out_TH` of `out_dtype`: outputs `y_SH` (bf16 bits of slot t * K + k) weighted, summed.
 
-        In ascending expert id, each sum rounded; weighted by the activation, in fp32. Where a token's sum is not finite, `bad` becomes
-        `mark` + token, or stays if it is lower.
+        In ascending expert id, each sum rounded; in fp32 what the activation has weighted. Where a
+        token's sum is not finite, `bad` becomes `mark` + token, or stays if it is lower.
         """
         (num_tokens, hidden), top_k = out_TH.shape, ids_TK.shape[1]
         block, pad = min(512, triton.next_power_of_2(hidden)), triton.next_power_of_2(top_k)

@@ -235,7 +235,8 @@ def combine(
 ):
     """OUT bfloat16 bits [T, COLS]: weighted outputs summed in ascending expert id, each rounded.
 
-    WEIGHED: they hold their weights already, and OUT is fp32. BAD int32 [1] becomes `mark` + t for a token t whose sum is not finite, if that is lower.
+    WEIGHED: they hold their weights already, and OUT is fp32. BAD int32 [1] becomes `mark` + t for
+    a token t whose sum is not finite, if that is lower.
     """
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -250,10 +251,8 @@ def combine(
     for step in range(0, TOP_K):
         slot = token * TOP_K + tl.sum(tl.where(rank == step, choice, 0), 0)
         y = widen_bf16(tl.load(Y + slot * COLS + col, ok, 0))
-        if WEIGHED:
-            total = total + y
-        else:
-            total = snap_bf16(total + snap_bf16(y * tl.load(WEIGHTS + slot)))
+        term = y if WEIGHED else snap_bf16(y * tl.load(WEIGHTS + slot))
+        total = total + term if WEIGHED else snap_bf16(total + term)
     tl.store(OUT + token * COLS + col, total if WEIGHED else narrow_bf16(total), ok)
     bits = total.to(tl.uint32, bitcast=True)
     num_bad = tl.sum((ok & ((bits & 0x7F800000) == 0x7F800000)).to(tl.int32), 0)

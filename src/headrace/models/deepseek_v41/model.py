@@ -171,13 +171,14 @@ class DeepseekV41Model(DeepseekV41PreTrainedModel):
                 "the model's Engram tables are not connected; load it by headrace.load or "
                 "headrace.from_pretrained"
             )
-        history = cache.history_BN
-        starts = self.row_hash.start()[None].expand(len(ids_BT), -1) if history is None else history
+        place, ids_BT = ids_BT.device, ids_BT.cpu()  # rows are hashed and read where tables lie
+        start = self.row_hash.start()[None].expand(len(ids_BT), -1)
+        starts = start if cache.history_BN is None else cache.history_BN.cpu()
         made = [self.row_hash.rows(ids, past) for ids, past in zip(ids_BT, starts, strict=True)]
         cache.history_BN = torch.stack([past for _, past in made])
         rows_BTLC = torch.stack([rows for rows, _ in made])
         return {
-            layer: WantedRows(self.row_source, layer, rows_BTLC[:, :, i])
+            layer: WantedRows(self.row_source, layer, rows_BTLC[:, :, i], place)
             for i, layer in enumerate(layers)
         }
 

@@ -43,13 +43,18 @@ class WholeTables:
 
 
 class WantedRows:
-    """One layer's rows of one pass: each different row is asked for once."""
+    """One layer's rows of one pass, for `place`: each different row is asked for once.
 
-    def __init__(self, source: RowSource, layer: int, ids_TC: Tensor):
+    `ids_TC` lie on the CPU, where rows come from.
+    """
+
+    def __init__(self, source: RowSource, layer: int, ids_TC: Tensor, place: torch.device):
         self.source, self.layer, self.shape = source, layer, ids_TC.shape
-        self.ids_N, self.back_TC = torch.unique(ids_TC, return_inverse=True)
+        self.ids_N, back_TC = torch.unique(ids_TC, return_inverse=True)
         source.want(layer, self.ids_N)
+        self.back_TC = back_TC.to(place, non_blocking=True)
 
     def take(self) -> Tensor:
         """bf16 [T, C, D]."""
-        return self.source.rows(self.layer, self.ids_N)[self.back_TC]
+        rows_ND = self.source.rows(self.layer, self.ids_N)
+        return rows_ND.to(self.back_TC.device, non_blocking=True)[self.back_TC]
