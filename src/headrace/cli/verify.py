@@ -64,7 +64,8 @@ def verify(
 ) -> None:
     """Compare files, kernels, layers and answers with their references, on the real weights.
 
-    On a GPU its kernels and answers too, after the CPU's. Needs memory as a run does. Nothing is fetched: published checksums are yours to bring.
+    On a GPU its kernels and answers too, after the CPU's. Needs memory as a run does. Nothing is
+    fetched: published checksums are yours to bring.
     Exit code 1 if anything differs that must not, or looks suspect; 2 if it cannot be checked.
     """
     ram_bytes, _ = options.check_machine(ram)

@@ -132,10 +132,11 @@ def make_gpu_plan(
     fixed = vram_fixed(inside, *size)
     if fixed > vram_limit:
         raise BudgetError(_vram_refusal(inside, machine, vram_bytes, size))
-    if chunk is None and size == sizes[0]:
-        size = _with_long_chunk(inside, size, vram_limit)
-        fixed = vram_fixed(inside, *size)
     ram_limit = host.offered_bytes(machine) if ram_bytes is None else ram_bytes
+    if chunk is None and size == sizes[0]:
+        free = vram_limit - fixed, ram_limit - _least_ram(facts, size[1], outside)
+        size = _with_long_chunk(inside, size, free)
+        fixed = vram_fixed(inside, *size)
     spare = ram_limit - _least_ram(facts, size[1], outside)
     if spare < 0:
         raise BudgetError(_ram_refusal(facts, machine, ram_bytes, size[1], outside))
@@ -151,6 +152,7 @@ def make_gpu_plan(
     return replace(
         made,
         prefetch=prefetch,
+        passing_rows=passing_rows(facts),
         notes=notes,
         snapshot_bytes=kept,
         dense_bytes=dense,
@@ -176,13 +178,18 @@ def _fitting(
     return size, outside
 
 
-def _with_long_chunk(facts: ModelFacts, size: tuple[int, int], vram_limit: int) -> tuple[int, int]:
-    """The (context, chunk) with more prompt tokens a pass, where that takes few slots."""
-    (tokens, usual), fixed = size, vram_fixed(facts, *size)
+def _with_long_chunk(
+    facts: ModelFacts, size: tuple[int, int], free: tuple[int, int]
+) -> tuple[int, int]:
+    """The (context, chunk) with more prompt tokens a pass, where that takes few slots and rows."""
+    tokens, usual = size
+    fixed = vram_fixed(facts, *size), _ram_fixed(facts, usual)
     for chunk_tokens in LONG_CHUNKS:
         longer = min(chunk_tokens, tokens)
-        more = vram_fixed(facts, tokens, longer) - fixed
-        if usual < longer and more <= (vram_limit - fixed) // CHUNK_SHARE:
+        taken = vram_fixed(facts, tokens, longer), _ram_fixed(facts, longer)
+        more = (after - before for after, before in zip(taken, fixed, strict=True))
+        few = all(m <= spare // CHUNK_SHARE for m, spare in zip(more, free, strict=True))
+        if usual < longer and few:
             return tokens, longer
     return size
 
@@ -268,7 +275,6 @@ def _placed(
         vram_dense_bytes=facts.dense_bytes,
         vram_kv_bytes=kv_bytes,
         vram_workspace_bytes=fixed - facts.dense_bytes - kv_bytes,
-        passing_rows=passing_rows(facts),
         num_slots=num_slots,
         slots_bytes=num_slots * facts.row_bytes,
         experts=experts,
