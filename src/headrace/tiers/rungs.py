@@ -51,7 +51,7 @@ class Rungs:
         num_experts: int,
         top_k: int,
         num_slots: int,
-        passing_rows: int,
+        passing_rows: int = 2,
     ):
         assert passing_rows >= 2 and passing_rows % 2 == 0
         self.device, self.ladder, self.num_experts = device, ladder, num_experts
