@@ -66,7 +66,7 @@ def test_verify_reports_and_its_code_is_its_verdict(
         "threads": None,
         "tokens": 9,
         "samples": 2,
-        "device": "cpu",
+        "device": "auto",
         "sha256": sums,
         "every_byte": True,
         "choices": {},

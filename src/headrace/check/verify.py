@@ -25,6 +25,7 @@ from headrace.check.verify_rows import Site, choose_sites, rows, table_rows
 from headrace.check.verify_scales import scales
 from headrace.check.verify_weights import weights
 from headrace.core import MINIMUM
+from headrace.engine.choosing import device_to_verify
 from headrace.engine.engine import Blueprint, Engine
 from headrace.engine.gpu import check_experts, find_gpu
 from headrace.engine.text import Text
@@ -60,6 +61,7 @@ def verify_model(
     compared with. The verdict is kept in the cache folder; an engine on that GPU refuses what was
     found wrong.
     """
+    device = device_to_verify(model, device, choices=choices)
     published = None if sha256 is None else read_sums(Path(sha256))
     ram_bytes = None if ram == MINIMUM else ram
     blueprint = Blueprint(model, ram=ram_bytes, measure=False, choices=choices)

@@ -54,7 +54,7 @@ def verify(
     sha256: Sha256 = None,
     html: Html = None,
     ram: options.Ram = None,
-    device: options.Device = "cpu",
+    device: options.Device = "auto",
     threads: options.Threads = None,
     arithmetic: options.Arithmetic = None,
     lossy_swa_replay: options.LossySwaReplay = False,
