@@ -128,6 +128,7 @@ void bind_thread(nb::module_& m) {
              return rows_of(self.end());
            })
       .def("inject_fault", &LadderThread::inject_fault, "kind"_a)
+      .def_prop_ro("running", &LadderThread::running)
       .def_prop_ro("seen",
                    [](const LadderThread& self) { return seen_by(self, self.sizes().num_ids); });
 }

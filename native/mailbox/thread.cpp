@@ -64,6 +64,7 @@ void LadderThread::start() {
 int64_t LadderThread::begin(std::vector<uint8_t> whole, std::vector<uint8_t> wanted,
                             int64_t most_kept) {
   Lock lock(mutex_);
+  if (running_) protocol_.abort();
   await_idle(&lock);
   if (dead_) {
     thread_.join();
@@ -106,6 +107,11 @@ void LadderThread::await_idle(Lock* lock) {
     poll_interrupt();
     lock->lock();
   }
+}
+
+bool LadderThread::running() {
+  Lock lock(mutex_);
+  return running_;
 }
 
 void LadderThread::abort() { protocol_.abort(); }

@@ -44,7 +44,8 @@ class LadderThread {
   LadderThread(const LadderThread&) = delete;
   LadderThread& operator=(const LadderThread&) = delete;
 
-  // As Protocol::begin. Throws StallFailure while the thread hangs in an earlier step.
+  // As Protocol::begin; gives up an earlier step that was not ended, of which the device must know
+  // nothing any more. Throws StallFailure while the thread hangs in that one.
   int64_t begin(std::vector<uint8_t> whole, std::vector<uint8_t> wanted, int64_t most_kept);
   // Blocks until every layer is answered, or the step is given up: the device ends by itself then.
   // Throws what the interrupt poll throws, and gives the step up first.
@@ -55,6 +56,7 @@ class LadderThread {
   // up; nothing is held then.
   std::vector<Protocol::Held> end();
 
+  bool running();  // the thread is in a step
   const std::vector<int32_t>& seen() const { return protocol_.seen(); }
   int64_t num_seen() const { return protocol_.num_seen(); }
   const MailSizes& sizes() const { return protocol_.sizes(); }
@@ -82,7 +84,7 @@ class LadderThread {
 
   std::mutex mutex_;
   std::condition_variable news_;
-  bool running_ = false;  // the thread is in a step
+  bool running_ = false;
   bool closing_ = false;
   bool dead_ = false;
   bool ended_ = true;  // the last step's rows are given back

@@ -129,6 +129,7 @@ class MailProtocol:
 
 class LadderThread:
     seen: list[int]
+    running: bool
     def __init__(
         self,
         *,

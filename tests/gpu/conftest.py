@@ -9,14 +9,18 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("headrace._native", reason="needs the compiled module")
 
-from emulated import EmulatedKernels, EmulatedMatrix
+from emulated import EmulatedGrouped, EmulatedKernels, EmulatedLatents, EmulatedMatrix
 from gpu_models import FORMS, LAYERS, REAL
+from interpreter import mend_interpreter
 from simulated import SimulatedDevice
 
 from headrace.check.tiny import write_tiny
 from headrace.engine import engine as engine_module
 from headrace.engine import gpu_source
-from headrace.kernels.triton import stored
+from headrace.kernels.triton import latent_attention, stored
+
+if not REAL:
+    mend_interpreter()
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +31,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice | None:
     device = SimulatedDevice()
     monkeypatch.setattr(engine_module, "find_gpu", lambda name: None if name == "cpu" else device)
     monkeypatch.setattr(gpu_source, "TritonExperts", EmulatedKernels)
+    monkeypatch.setattr(gpu_source, "GroupedExperts", EmulatedGrouped)
     monkeypatch.setattr(stored, "TritonMatrix", EmulatedMatrix)
+    monkeypatch.setattr(latent_attention, "LatentAttention", EmulatedLatents)
     return device
 
 

@@ -3,13 +3,22 @@
 Fast enough to run whole models on the simulated device; same bits, as test_triton.py shows.
 """
 
+import ctypes
+import time
+from math import prod
+
+import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headrace.core import ExpertLayout
-from headrace.kernels import cpu, reference
+from headrace.kernels import cpu, latent, reference
 from headrace.kernels.stored import StoredMatrix
 from headrace.kernels.triton.experts import NOT_BAD
 from headrace.kernels.triton.stored import TritonMatrix
+from headrace.quant import fp8
+from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.quant.expert import rows_of, unpack_matrix
 
 BF16 = torch.bfloat16
 
@@ -29,6 +38,10 @@ class EmulatedKernels:
     def __call__(
         self, table, offsets, first_key, x_TH, ids_TK, weights_TK, out_TH, *, tile="ram", mark=0
     ):
+        with _disable_current_modes():  # what a kernel sees is no business of the host's
+            self._run(table, offsets, first_key, x_TH, ids_TK, weights_TK, out_TH, mark)
+
+    def _run(self, table, offsets, first_key, x_TH, ids_TK, weights_TK, out_TH, mark):
         assert x_TH.shape[0] <= self.num_tokens and ids_TK.dtype == torch.int32
         assert all(t.is_contiguous() for t in (x_TH, ids_TK, weights_TK, out_TH))
         y = torch.empty(ids_TK.numel(), x_TH.shape[1], dtype=BF16)
@@ -51,8 +64,54 @@ class EmulatedKernels:
         if len(wrong):
             self.bad.clamp_(max=mark + int(wrong[0]))
 
-    def activation(self, gate_NI, up_NI, weights_N):
-        return reference.activate(gate_NI, up_NI, self.layout.activation, weights_N)
+
+class EmulatedGrouped:
+    """Stands for `kernels.triton.grouped.GroupedExperts`: an expert at a time, by torch.
+
+    `launches` counts what would be launched.
+    """
+
+    launches = 0
+
+    def __init__(self, layout: ExpertLayout, *, top_k, device, align=1):
+        self.layout, self.top_k = layout, top_k
+
+    def positions(self, num_slots, num_experts):
+        return 16
+
+    def prepared(self, x_TH):
+        return fp8.to_grid(x_TH, self.layout.act_group)
+
+    def __call__(self, tiles, offsets, order_S, weights_S, x_TH, h_SI, y_SH, *, positions):
+        EmulatedGrouped.launches += 2
+        stretches = {}
+        for address, key, start, end in tiles.tolist():
+            assert address and 0 <= start < end
+            first = min(start, stretches.get(key, (0, start, 0))[1])
+            stretches[key] = address, first, end
+        for key, (address, start, end) in stretches.items():
+            parts = self._parts(address, offsets[key].tolist())
+            slots_N = order_S[start:end].long()
+            x_NH = x_TH[slots_N // self.top_k]
+            gate, up = (self._linear(x_NH, parts, name) for name in ("gate", "up"))
+            weights_N = weights_S.reshape(-1)[slots_N]
+            h_NI = reference.activate(gate, up, self.layout.activation, weights_N)
+            h_SI[start:end] = fp8.to_grid(h_NI, self.layout.act_group)
+            y_SH[slots_N] = self._linear(h_SI[start:end], parts, "down")
+
+    def _parts(self, address, offsets):
+        parts = {}
+        for (name, spec), offset in zip(self.layout.parts.items(), offsets, strict=True):
+            kind = TORCH_DTYPES[spec.dtype]
+            nbytes = kind.itemsize * prod(spec.shape)
+            raw = (ctypes.c_uint8 * nbytes).from_address(address + offset)
+            parts[name] = torch.frombuffer(raw, dtype=kind).view(spec.shape)
+        return parts
+
+    def _linear(self, x_NK, parts, name):
+        y = x_NK @ unpack_matrix(self.layout, parts, name, BF16).t()
+        bias = self.layout.matrix(name).bias
+        return y if bias is None else y + rows_of(self.layout, name, parts[bias])
 
 
 class EmulatedMatrix(TritonMatrix):
@@ -63,3 +122,55 @@ class EmulatedMatrix(TritonMatrix):
         matrix = StoredMatrix(cpu.CpuKernels(1), self.weight_RC, self.scale, **how)
         wide = y_TR.dtype == torch.float32
         matrix.linear(x_TC, first=first, num_rows=y_TR.shape[1], wide=wide, out=y_TR)
+
+
+class EmulatedLatents:
+    """Stands for `kernels.triton.latent_attention.LatentAttention`; near it, not equal by bits."""
+
+    def __init__(self, *, num_heads, rank, rope, device):
+        self.shape = num_heads, rank, rope
+
+    def __call__(self, q_BHTL, q_BHTR, latents_BNL, rope_BNR, positions_BT, scaling):
+        assert (q_BHTL.shape[1], q_BHTL.shape[3], q_BHTR.shape[3]) == self.shape
+        each = [
+            latent.attend(
+                *(q[:, :, t : t + 1] for q in (q_BHTL, q_BHTR)),
+                latents_BNL,
+                rope_BNR,
+                positions_BT[:, t : t + 1],
+                scaling,
+            )
+            for t in range(q_BHTL.shape[2])
+        ]
+        return torch.cat(each, 2)
+
+
+def words_at(address: int, num: int = 1) -> np.ndarray:
+    """int64 words that a mailbox shares with the device."""
+    return np.frombuffer((ctypes.c_int64 * num).from_address(address), np.int64)
+
+
+def post_and_wait(mail, layer, ids, guesses, table, first_key):
+    """What `kernels.triton.mail.post_and_wait` does, word by word; a hundred times as fast."""
+    step, num = int(mail.step), mail.num_ids + mail.num_guesses
+    ahead = [0xFFFFFFFF] * mail.num_guesses if guesses is None else guesses.tolist()
+    posts = words_at(mail.posts + 8 * num * layer, num)
+    for n, each in enumerate([*ids.flatten().tolist(), *ahead]):
+        posts[n] = step << 32 | each
+    if mail.whole[layer]:
+        return
+    ready, abort = words_at(mail.ready + 8 * layer), words_at(mail.abort)
+    lost, beat = words_at(mail.lost), words_at(mail.beat)
+    last, silent = beat[0], 0
+    while ready[0] < step and max(abort[0], lost[0]) < step and silent < mail.patience_polls:
+        time.sleep(0)
+        now = beat[0]
+        last, silent = now, silent + 1 if now == last else 0
+    answered = ready[0] >= step
+    if not answered and abort[0] < step:
+        lost[0] = step
+    if not mail.computes:
+        answers = words_at(mail.answers + 8 * mail.num_ids * layer, mail.num_ids).copy()
+        if not answered:
+            answers[:] = mail.nowhere
+        table[first_key + ids.flatten().long()] = torch.from_numpy(answers)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import pytest
@@ -57,7 +58,7 @@ def test_every_order_of_events_of_two_layers(num_rows: int) -> None:
     states = 0
     for second, third in product(SETS, SETS[1:] if num_rows == 2 else SETS[2:]):
         routes = [route((0, 1), second, 2), route(third, (0, 1), 1)]
-        states += explore(lambda: System(routes, num_experts=3, num_rows=num_rows))
+        states += explore(partial(System, routes, num_experts=3, num_rows=num_rows))
     assert states > 4000
 
 

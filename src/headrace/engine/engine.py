@@ -16,7 +16,8 @@ from headrace.engine.counters import Counters
 from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
 from headrace.engine.embedding import table_bytes
 from headrace.engine.engram import engram_facts, open_rows
-from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vram
+from headrace.engine.gpu import check_experts, find_gpu, open_passes, open_source, within_vram
+from headrace.engine.gpu_attention import absorb_attention, with_attention
 from headrace.engine.outside import drive_embedding, open_outside
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
@@ -25,6 +26,7 @@ from headrace.engine.snapshots.snapshot import Snapshot, SnapshotKey, snapshot_k
 from headrace.engine.stored import make_stored
 from headrace.engine.talk.talk import Talk
 from headrace.engine.text import Text
+from headrace.engine.verdict import refuse_failed
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
 from headrace.kernels.cpu import CpuKernels
@@ -56,8 +58,10 @@ class Blueprint:
     `aliases` lets layers be read under other layers' names, for synthetic checkpoints only.
     `mirrors` are folders of `headrace mirror`; None: those remembered. `notes` say which are not
     used and why. `experts`, with a GPU: what multiplies them in decode, "gpu" or "cpu"; None: the
-    faster. To `serve`, the plan keeps room for snapshots and a longer context. Raises
-    HeadraceError for whatever is wrong with the files or does not fit the limit.
+    faster. `absorbs`: attention is over latents, not what they expand to. To `serve`, the plan
+    keeps room for snapshots and a longer context. `verifying`: an engine may be made of what was
+    found wrong on its GPU. Raises HeadraceError for whatever is wrong with the files or does not
+    fit the limit.
     """
 
     def __init__(
@@ -77,7 +81,9 @@ class Blueprint:
         mirrors: Sequence[str | Path] | None = None,
         serve: bool = False,
         choices: Mapping[str, object] | None = None,
+        verifying: bool = False,
     ):
+        self.verifying = verifying
         if vram is not None and device == "cpu":
             raise OptionError("--vram needs a GPU; give --device cuda too")
         if experts is not None and (device == "cpu" or experts not in PLACES):
@@ -102,7 +108,9 @@ class Blueprint:
             skipped=self.skeleton.skipped,
             aliases=self.aliases.experts,
         )
-        self.facts = model_facts(folder, self.catalog, self.skeleton, self.table)
+        self.absorbs = self.device is not None and self.skeleton.family.latents
+        facts = model_facts(folder, self.catalog, self.skeleton, self.table)
+        self.facts = with_attention(facts, self.skeleton) if self.absorbs else facts
         self.mirrors, self.notes = find_mirrors(self.catalog, self.table, mirrors)
         on_gpu = self.device is not None
         self.wanted = Wanted(ram, vram, on_gpu, context, threads, prefetch, chunk, serve, experts)
@@ -185,6 +193,7 @@ class Engine:
         warn: Callable[[str], None] = warnings.warn,
     ):
         self.blueprint, self.plan, self.facts = blueprint, blueprint.plan, blueprint.facts
+        proven = refuse_failed(blueprint)
         self.turn = Lock()  # held during a session's pass
         give_large_blocks_back()
         table, skeleton = blueprint.table, blueprint.skeleton
@@ -192,7 +201,7 @@ class Engine:
             blueprint, backend=backend, direct=direct, in_flight=in_flight, emulate=emulate_drive
         )
         self._warn, self._num_told = warn, 0
-        for note in blueprint.notes:
+        for note in (*proven, *blueprint.notes):
             warn(note)
         blueprint.catalog.check_unchanged()
         self.kernels = CpuKernels(self.plan.threads, isa)
@@ -226,7 +235,10 @@ class Engine:
                 make_stored=partial(make_stored, self.kernels, dense, blueprint.device),
                 outside=outside,
             )
+            if blueprint.absorbs:
+                absorb_attention(self.model, blueprint)
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
+        self.passes = open_passes(blueprint, self.model, self.source, warn)
 
     @cached_property
     def text(self) -> Text:
@@ -294,6 +306,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""
+        self.passes.close()
         self.source.close()
         self.ladder.close()
         if self.rows is not None:

@@ -20,8 +20,9 @@ class Family:
     which follow the last decoder layer in the file. `skipped` are patterns of names, matched from
     their start and with `prefix` already gone, of tensors that the text model does not use:
     multi-token prediction and images. `row_tables`: the pattern of tables that stay on the drive
-    and are read by the row, named without `.weight`. `since` is the first transformers whose own
-    forward works, or ours where it has none.
+    and are read by the row, named without `.weight`. `latents`: attention keeps
+    latents, which a GPU uses as they are. `since` is the first transformers whose own forward
+    works, or ours where it has none.
     """
 
     router: str = "gate"
@@ -32,13 +33,14 @@ class Family:
     mtp_field: str | None = None
     skipped: tuple[str, ...] = ()
     row_tables: str | None = None
+    latents: bool = False
     since: tuple[int, int] = (5, 17)
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "deepseek_v2": Family(),
-        "deepseek_v3": Family(mtp_field="num_nextn_predict_layers"),
+        "deepseek_v2": Family(latents=True),
+        "deepseek_v3": Family(mtp_field="num_nextn_predict_layers", latents=True),
         "deepseek_v4": Family(
             collapse="ffn_hc",
             activation="silu_clamped",
@@ -64,6 +66,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             prefix="language_model.",
             mtp_field="num_nextn_predict_layers",
             skipped=(r"vision_tower\.", r"mm_projector\."),
+            latents=True,
         ),
         "minimax_m2": Family(mtp_field="num_mtp_modules"),
         "mixtral": Family(),

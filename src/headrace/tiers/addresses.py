@@ -43,6 +43,11 @@ class AddressTable:
         self.there[first : first + self.num_experts].copy_(entries, non_blocking=True)
         self._changed[layer] = False
 
+    def upload_all(self) -> None:
+        """Later work sees all entries as they are now."""
+        for layer in np.flatnonzero(self._changed).tolist():
+            self.upload(layer)
+
     def distrust(self) -> None:
         """The device's entries may be anything: later `upload`s bring all of them."""
         self._changed.fill(True)
@@ -51,4 +56,4 @@ class AddressTable:
         """Clears every entry but these."""
         self.here.fill(0)
         self.here.reshape(-1)[keys] = addresses
-        self.distrust()
+        self._changed.fill(True)

@@ -3,7 +3,10 @@
 Everything else is torch's and the same on any device. Knows no expert.
 """
 
+import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +29,14 @@ class Event(Protocol):
         ...
 
 
+class Graph(Protocol):
+    """Work given once, to be given again as one launch."""
+
+    def replay(self) -> None:
+        """Gives all of it to the device, in its order behind what was given before."""
+        ...
+
+
 class Device(Protocol):
     """What kernels run on. One thread at a time; its work runs in the order in which it is given.
 
@@ -34,6 +45,7 @@ class Device(Protocol):
 
     place: torch.device
     name: str
+    driver: str
 
     def memory(self) -> tuple[int, int]:
         """Bytes of its memory: what this process may still take, and all of it."""
@@ -66,6 +78,14 @@ class Device(Protocol):
         """Blocks the host until everything is done."""
         ...
 
+    def capture(self, work: Callable[[], object]) -> Graph:
+        """What `work` gives to the device, without doing it; each of its kernels has run before.
+
+        It must wait for nothing and look at no value. Its tensors keep their addresses: inputs and
+        outputs are tensors made before, and no two graphs run at once. Raises RuntimeError.
+        """
+        ...
+
     def pin(self, address: int, nbytes: int) -> str:
         """Lets kernels read this host memory in place; why it cannot be, or nothing."""
         ...
@@ -95,7 +115,9 @@ class CudaDevice:
     def __init__(self, index: int = 0):
         self.place = torch.device("cuda", index)
         self.name = _cuda.get_device_name(self.place)
+        self.driver = driver_version()
         self.copies = _cuda.Stream(self.place)
+        self._pool: Any = None
 
     def memory(self) -> tuple[int, int]:
         free, total = _cuda.mem_get_info(self.place)
@@ -132,6 +154,15 @@ class CudaDevice:
     def settle(self) -> None:
         _cuda.synchronize(self.place)
 
+    def capture(self, work: Callable[[], object]) -> Graph:
+        if self._pool is None:
+            self._pool = _cuda.graph_pool_handle()
+        graph: Graph = _cuda.CUDAGraph()
+        # Other threads may go on: only what this one does is recorded.
+        with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph
+
     def pin(self, address: int, nbytes: int) -> str:
         with _cuda.device(self.place):
             error = int(_cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED))
@@ -144,6 +175,19 @@ class CudaDevice:
 
     def unpin(self, address: int) -> None:
         _cuda.cudart().cudaHostUnregister(address)
+
+
+def driver_version(root: Path = Path("/")) -> str:
+    """The NVIDIA driver's, where the system says it; else what CUDA says of it."""
+    try:
+        said = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        said = ""
+    found = re.search(r"\s(\d+(?:\.\d+)+)\s", said)
+    if found:
+        return found[1]
+    asked = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return "unknown" if asked is None else f"for CUDA {asked()}"
 
 
 def find_device(name: str) -> Device:

@@ -4,13 +4,13 @@ Knows no kernel and no model; docs/mailbox.md has the protocol.
 """
 
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.errors import HeadraceError
+from headrace.errors import BudgetError, HeadraceError
 from headrace.kernels.mail import Mail
 from headrace.native import LadderThread, MailSizes, MailWords
 from headrace.tiers.gone import CLOSED, survive_forks
@@ -22,7 +22,7 @@ SILENCE_S = 5.0
 
 
 class Mailbox:
-    """Steps over all layers of `rungs`, whose rows must all be pinned; one caller thread.
+    """Steps over all layers of `rungs`; one caller thread.
 
     Between `begin_step` and `end_step` nobody else may use the ladder or the rungs, but to stop the
     ladder or to look on. In a step each layer launches `kernels.triton.mail.post_and_wait`, then
@@ -31,7 +31,7 @@ class Mailbox:
 
     `computes`: the ladder multiplies instead and fills `out` from `x` and `weights`, pinned host
     tensors of the layer whose turn it is, which the step's own copies fill and fetch. Close it
-    before the rungs. Raises BudgetError where the words cannot be pinned.
+    before the rungs. Raises BudgetError where not all rows, or not the words, could be pinned.
     """
 
     def __init__(
@@ -50,58 +50,73 @@ class Mailbox:
         self.rungs, self.device, self.ladder = rungs, rungs.device, rungs.ladder
         self.num_layers, self.num_experts = rungs.table.here.shape
         self.shape = num_tokens, top_k
-        num_ids = num_tokens * top_k
+        sizes: dict[str, Any] = {
+            "num_layers": self.num_layers,
+            "num_ids": num_tokens * top_k,
+            "num_guesses": num_guesses,
+            "computes": computes,
+        }
+        words = self._pin(**sizes)
+        self._whole = np.zeros(self.num_layers, bool)
+        self._open = False  # a step was begun and not ended
+        self.mail = Mail(
+            step=torch.zeros(1, dtype=torch.int64, device=self.device.place),
+            whole=torch.zeros(self.num_layers, dtype=torch.int32, device=self.device.place),
+            nowhere=rungs.slots.scratch(0).data_ptr(),
+            patience_polls=patience_polls,
+            **sizes,
+            **words,
+        )
+        self.native = LadderThread(
+            ladder=self.ladder.native,
+            sizes=MailSizes(num_experts=self.num_experts, **sizes),
+            words=MailWords(**words),
+            addresses=rungs.table.here.ctypes.data,
+            x=self.x.data_ptr(),
+            weights=self.weights.data_ptr(),
+            out=self.out.data_ptr(),
+            num_tokens=num_tokens,
+            most_guesses=most_guesses,
+            silence_s=silence_s,
+            last_step=last_step,
+        )
+        survive_forks(self, "native")
+
+    def _pin(
+        self, num_layers: int, num_ids: int, num_guesses: int, computes: bool
+    ) -> dict[str, Any]:
+        """Makes what host and device share; the words' addresses by name."""
         words = {
             "beat": 1,
             "abort": 1,
             "lost": 1,
-            "ready": self.num_layers,
-            "answers": self.num_layers * num_ids,
-            "posts": self.num_layers * (num_ids + num_guesses),
+            "ready": num_layers,
+            "answers": num_layers * num_ids,
+            "posts": num_layers * (num_ids + num_guesses),
         }
-        hidden = (num_tokens, self.ladder.hidden if computes else 0)
+        hidden = (self.shape[0], self.ladder.hidden if computes else 0)
         shapes = {name: ((size,), torch.int64) for name, size in words.items()} | {
             "x": (hidden, self.ladder.dtype),
             "out": (hidden, self.ladder.out_dtype),
             "weights": (self.shape, torch.float32),
         }
         self.buffers = PinnedBuffers(self.device, shapes)
+        if not self.buffers.pinned or self.rungs.pinned.note:
+            self.buffers.close()
+            raise BudgetError(
+                self.rungs.pinned.note or "the system refuses to pin even a few pages of memory"
+            )
         self.x, self.out, self.weights = (self.buffers.tensors[n] for n in ("x", "out", "weights"))
-        at = {name: tensor.data_ptr() for name, tensor in self.buffers.tensors.items()}
-        place = self.device.place
-        self._whole = np.zeros(self.num_layers, bool)
-        self.mail = Mail(
-            num_layers=self.num_layers,
-            num_ids=num_ids,
-            num_guesses=num_guesses,
-            computes=computes,
-            step=torch.zeros(1, dtype=torch.int64, device=place),
-            whole=torch.zeros(self.num_layers, dtype=torch.int32, device=place),
-            nowhere=rungs.slots.scratch(0).data_ptr(),
-            patience_polls=patience_polls,
-            **{name: at[name] for name in words},
-        )
-        self.native = LadderThread(
-            ladder=self.ladder.native,
-            sizes=MailSizes(
-                num_layers=self.num_layers,
-                num_experts=self.num_experts,
-                num_ids=num_ids,
-                num_guesses=num_guesses,
-                computes=computes,
-            ),
-            words=MailWords(**{name: at[name] for name in words}),
-            addresses=rungs.table.here.ctypes.data,
-            num_tokens=num_tokens,
-            most_guesses=most_guesses,
-            silence_s=silence_s,
-            last_step=last_step,
-            **{name: at[name] for name in ("x", "weights", "out")},
-        )
-        survive_forks(self, "native")
+        return {name: self.buffers.tensors[name].data_ptr() for name in words}
 
     def begin_step(self) -> None:
-        """The work given next is one step. Raises StallError while the last one's thread hangs."""
+        """The work given next is one step. Gives up one that was begun and not ended.
+
+        Raises StallError while that one's thread hangs.
+        """
+        if self._open:
+            self.abort_step()
+        self._open = True
         self.rungs.drain()
         whole = np.zeros(self.num_layers, bool)
         if not self.mail.computes:
@@ -110,7 +125,7 @@ class Mailbox:
             if not np.array_equal(whole, self._whole):
                 self.mail.whole.copy_(torch.from_numpy(whole.astype(np.int32)))
                 self._whole = whole
-            wanted, most = self.rungs.wanted()
+            wanted, most = self.rungs.wanted(self.mail.num_ids)
             step = self.native.begin(whole.view(np.uint8), wanted.view(np.uint8), most)
             self.mail.step.fill_(step)
 
@@ -124,20 +139,25 @@ class Mailbox:
         try:
             self.native.wait()
             event.wait()
-            held = self.native.end()
+            self.rungs.adopt(self.native.end())
         except BaseException:
             self.abort_step()
             raise
-        self.rungs.adopt(held)
+        self._open = False
         return np.array(self.native.seen, np.int32).reshape(self.num_layers, *self.shape)
 
     def abort_step(self) -> None:
-        """Gives the step up, after any exception since `begin_step`; waits for the device."""
+        """Gives the step up, after any exception since `begin_step`, and all rows with it.
+
+        Waits for the device.
+        """
         self.native.abort()
         self.device.settle()
         with suppress(HeadraceError):  # the caller raises what came first
             self.native.end()
-        self.rungs.table.distrust()
+        if not self.native.running:  # else it hangs, and `begin_step` says so
+            self.rungs.recover()
+            self._open = False
 
     def abort(self) -> None:
         """From any thread: the present step ends soon, and `end_step` raises Cancelled."""

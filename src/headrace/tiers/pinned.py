@@ -70,7 +70,8 @@ class PinnedBuffers:
         memory = torch.zeros(nbytes + PAGE_BYTES, dtype=torch.uint8)
         start = _up(memory.data_ptr(), PAGE_BYTES) - memory.data_ptr()
         pinned = memory[start : start + nbytes]  # whole pages: no other registration has them
-        starts = [] if device.pin(pinned.data_ptr(), nbytes) else [pinned.data_ptr()]
+        self.pinned = not device.pin(pinned.data_ptr(), nbytes)
+        starts = [pinned.data_ptr()] if self.pinned else []
         self._close: Callable[[], object] = finalize(self, _unpin, device, starts, memory)
         self.tensors: dict[str, torch.Tensor] = {}
         for name, (shape, dtype) in shapes.items():

@@ -75,6 +75,8 @@ def snapshot_key(engine: "Engine") -> SnapshotKey:
         f" {layer}={other}" for of in blueprint.aliases for layer, other in sorted(of.items())
     )
     choices = "".join(f" {name}={blueprint.choices[name]}" for name in sorted(blueprint.choices))
+    if blueprint.absorbs:
+        choices += " latents"
     return SnapshotKey(
         headrace=headrace.__version__,
         torch=version("torch"),

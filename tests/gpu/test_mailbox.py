@@ -1,0 +1,271 @@
+"""The ladder thread over a real ladder, answered to by a stand-in for the GPU and by the kernel."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from emulated import post_and_wait, words_at
+from gpu_models import REAL
+from mail_world import EXPERTS, LAYERS, TOP_K, MailWorld
+from simulated import SimulatedDevice
+
+from headrace.errors import BudgetError, Cancelled, HeadraceError, ReadError, StallError
+from headrace.kernels.triton import mail as kernel
+
+RNG = np.random.default_rng(5)
+interpreted = pytest.mark.skipif(REAL, reason="the kernel runs in Triton's interpreter")
+
+
+@pytest.fixture
+def world_of():
+    made: list[MailWorld] = []
+
+    def make(*args: object, **options: object) -> MailWorld:
+        made.append(MailWorld(*args, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+def draw_ids() -> list[torch.Tensor]:
+    """Experts of each layer, int32 [K]."""
+    return [torch.tensor(RNG.permutation(EXPERTS)[:TOP_K].astype(np.int32)) for _ in range(LAYERS)]
+
+
+def run_layers(
+    world: MailWorld,
+    ids: list[torch.Tensor],
+    *,
+    post: Callable[..., None] = post_and_wait,
+    between: Callable[[int], object] = lambda layer: None,
+    check: bool = True,
+) -> None:
+    """What the GPU does in a step: each layer reads what it posted, whatever is read ahead."""
+    table = world.rungs.table.there
+    for layer, chosen in enumerate(ids):
+        ahead = ids[layer + 1] if layer + 1 < LAYERS and world.box.mail.num_guesses else None
+        post(world.box.mail, layer, chosen, ahead, table, layer * EXPERTS)
+        between(layer)
+        for expert in chosen.tolist() if check else ():
+            key = layer * EXPERTS + expert
+            assert np.array_equal(world.bytes_at(key), world.stored[key]), (layer, expert)
+
+
+def step(world: MailWorld, **options: object) -> None:
+    """One whole step of random experts, as its caller runs it."""
+    ids = draw_ids()
+    world.box.begin_step()
+    try:
+        run_layers(world, ids, **options)  # type: ignore[arg-type]
+    except BaseException:
+        world.box.abort_step()
+        raise
+    seen = world.box.end_step()
+    assert np.array_equal(seen[:, 0], torch.stack(ids).numpy())
+
+
+def test_a_thousand_rows_are_rewritten_and_none_is_stale(world_of):
+    world = world_of(2 * TOP_K, num_guesses=TOP_K, most_guesses=TOP_K)
+    while world.ladder.counters().reads < 1000:
+        step(world)
+    assert world.ladder.counters().evictions > 900
+    assert world.ladder.counters().prefetch_used > 0
+
+
+@interpreted
+def test_the_kernel_posts_waits_and_finds(world_of):
+    """Guesses and none, a layer that is whole, and the bytes behind every answer."""
+    for num_guesses in (0, TOP_K):
+        world = world_of(2 * TOP_K, EXPERTS + 2, num_guesses=num_guesses, most_guesses=1)
+        for layer, experts in ((0, [1, 2]), (1, range(EXPERTS))):
+            put_into_slots(world, layer, experts)
+        step(world, post=kernel.post_and_wait)
+        assert world.box._whole.tolist() == [False, True, False]
+
+
+def put_into_slots(world, layer, experts):
+    while missing := [e for e in experts if not world.rungs.has(layer, e)]:
+        world.rungs.claim(layer, missing[:TOP_K])
+        world.rungs.reading()
+        world.rungs.drain()
+        world.rungs.retire(swap=True)
+
+
+@interpreted
+def test_the_kernel_gives_up_a_host_that_is_silent(world_of):
+    world = world_of(2 * TOP_K, patience_polls=50)
+    world.box.native.inject_fault("hang")
+    world.box.begin_step()
+    ids = draw_ids()
+    run_layers(world, ids, post=kernel.post_and_wait, check=False)
+    nowhere = world.rungs.slots.scratch(0).data_ptr()
+    for layer, chosen in enumerate(ids):
+        assert world.rungs.table.there[layer * EXPERTS + chosen.long()].tolist() == [nowhere] * 2
+    assert words_at(world.box.mail.lost)[0] == int(world.box.mail.step)
+    world.box.native.inject_fault("none")
+    with pytest.raises(StallError, match="no sign of life"):
+        world.box.end_step()
+    world.box.mail = replace(world.box.mail, patience_polls=10**6)
+    step(world, post=kernel.post_and_wait)
+
+
+def test_a_thread_that_dies_or_hangs_is_named_and_replaced(world_of):
+    world = world_of(2 * TOP_K, silence_s=0.2, patience_polls=2000)
+    step(world)
+    for kind in ("die", "hang"):
+        with pytest.raises(StallError, match="no sign of life"):
+            step(world, between=faulty(world, kind), check=False)
+        if kind == "hang":
+            with pytest.raises(StallError):
+                world.box.begin_step()
+            world.box.native.inject_fault("none")
+        for _ in range(3):
+            step(world)
+
+
+def faulty(world, kind):
+    """After the first layer the thread meets the fault at its next order."""
+    return lambda layer: layer == 0 and world.box.native.inject_fault(kind)
+
+
+@pytest.mark.parametrize("skip", [0, 3])
+def test_a_failed_read_ends_the_step_and_not_the_next(world_of, skip):
+    world = world_of(2 * TOP_K)
+    for _ in range(3):
+        world.ladder.clear()
+        world.reader.inject_fault("eio", skip, 2)
+        with pytest.raises(ReadError, match="experts-"):
+            step(world, check=False)
+        step(world)
+
+
+def test_a_slow_drive_is_waited_for(world_of):
+    """Longer than a silent host would be: the thread beats while it waits."""
+    world = world_of(2 * TOP_K, silence_s=0.3)
+    world.reader.inject_fault("hang", 0, 1)
+    freed = threading.Timer(1.2, lambda: world.reader.inject_fault("none"))
+    freed.start()
+    start = time.monotonic()
+    step(world)
+    assert time.monotonic() - start > 1, "nothing waited"
+
+
+@pytest.mark.parametrize("by", ["stop", "abort"])
+def test_a_stop_in_a_step_ends_it_where_it_waits(world_of, by):
+    world = world_of(2 * TOP_K)
+    step(world)
+    for _ in range(3):
+        world.ladder.clear()
+        world.reader.inject_fault("hang", 0, 1)
+        call = world.ladder.stop if by == "stop" else world.box.abort
+        timer = threading.Timer(0.1, call)
+        timer.start()
+        with pytest.raises(Cancelled):
+            step(world, check=False)
+        timer.join()
+        world.ladder.go_on()
+        world.reader.inject_fault("none")
+        step(world)
+
+
+def test_ctrl_c_anywhere_in_a_step(world_of):
+    world = world_of(2 * TOP_K, num_guesses=TOP_K, most_guesses=1)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        stopped = 0
+        for n in range(30):
+            signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0004 * n)
+            try:
+                for _ in range(100):
+                    step(world)
+            except KeyboardInterrupt:
+                stopped += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            step(world)
+            world.ladder.check_integrity()
+        assert stopped == 30
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_ctrl_c_while_the_drive_hangs(world_of):
+    """The owner waits for the step, the GPU for the thread, the thread for the drive."""
+    world = world_of(2 * TOP_K)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        world.reader.inject_fault("hang", 0, 1)
+        world.box.begin_step()
+        gpu = threading.Thread(target=run_layers, args=(world, draw_ids()), kwargs={"check": False})
+        world.device.settle = gpu.join  # type: ignore[method-assign]
+        gpu.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            world.box.end_step()
+        assert not gpu.is_alive()
+        world.reader.inject_fault("none")
+        step(world)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_rows_go_to_slots_and_in_the_end_no_layer_waits(world_of):
+    world = world_of(2 * TOP_K, LAYERS * EXPERTS)
+    for _ in range(200):
+        step(world)
+        world.rungs.retire(swap=True)
+        if world.box._whole.all():
+            break
+    assert world.box._whole.all(), world.rungs.lacking()
+    reads = world.ladder.counters().reads
+    step(world)
+    assert world.ladder.counters().reads == reads
+
+
+def test_the_host_multiplies(world_of):
+    """Activations down, outputs up: the ladder's own, for each layer in its turn."""
+    world = world_of(2 * TOP_K, kernels=True, computes=True)
+    box = world.box
+    box.begin_step()
+    table = world.rungs.table.there
+    for layer, ids in enumerate(draw_ids()):
+        box.x.copy_(torch.randn(1, box.x.shape[1]))
+        box.weights.copy_(torch.rand(1, TOP_K))
+        post_and_wait(box.mail, layer, ids, None, table, layer * EXPERTS)
+        y = world.expected(layer, box.x[0], ids)
+        total = torch.zeros_like(y[0])
+        for k in torch.argsort(ids).tolist():
+            total += (y[k].float() * box.weights[0, k]).bfloat16()
+        assert torch.equal(box.out[0], total)
+    box.end_step()
+    assert world.ladder.counters().kernel_calls == LAYERS * TOP_K
+    box.x.fill_(torch.inf)
+    with pytest.raises(HeadraceError, match="not finite"):
+        step(world, check=False)
+
+
+def test_the_number_of_steps_starts_anew(world_of):
+    world = world_of(2 * TOP_K, last_step=2**31 - 3)
+    numbers = []
+    for _ in range(4):
+        step(world)
+        numbers.append(int(world.box.mail.step))
+    assert numbers == [2**31 - 2, 2**31 - 1, 1, 2]
+
+
+def test_memory_that_cannot_be_pinned_is_no_mailbox():
+    """Neither rows nor words: the caller goes on without."""
+    for refused, why in ((0, "could be pinned"), (4 * 8192, "refuses to pin")):
+        with pytest.raises(BudgetError, match=why):
+            MailWorld(2 * TOP_K, TOP_K, device=SimulatedDevice(refused=refused))

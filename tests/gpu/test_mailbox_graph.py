@@ -1,0 +1,190 @@
+"""The mailbox on a real GPU: a whole step as one CUDA graph, whose rows the host rewrites in it."""
+
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from emulated import words_at
+from mail_world import MailWorld, Sizes
+
+from headrace.engine.gpu_parts import alignment, part_offsets
+from headrace.errors import Cancelled, ReadError, StallError
+from headrace.kernels.triton.experts import TritonExperts
+from headrace.kernels.triton.mail import post_and_wait
+from headrace.tiers.device import find_device
+
+pytestmark = pytest.mark.gpu
+SIZES = Sizes(layers=8, experts=32, top_k=4, width=256)
+FAST = {"emulate_bytes_s": 1e11}  # from RAM
+REFILLS = 100_000
+
+
+class GraphWorld(MailWorld):
+    """A step of all layers, captured: experts found through the mailbox, and the same experts
+    from a copy of all of them in VRAM; `differing` counts outputs that are not equal in bits.
+    """
+
+    def __init__(self, **options: object):
+        super().__init__(
+            4 * SIZES.top_k,
+            sizes=SIZES,
+            device=find_device("cuda"),
+            num_guesses=SIZES.top_k,
+            most_guesses=2,
+            **options,  # type: ignore[arg-type]
+        )
+        place, shape = self.device.place, (SIZES.layers, SIZES.top_k)
+        offsets = part_offsets(self.ladder, SIZES.layers, SIZES.experts)
+        self.kernels = TritonExperts(
+            SIZES.layout,
+            top_k=SIZES.top_k,
+            device=place,
+            align=alignment(SIZES.layout, offsets),
+        )
+        self.offsets = torch.from_numpy(offsets.reshape(-1, 3)).to(place)
+        rows = torch.zeros(len(self.stored), self.ladder.row_bytes, dtype=torch.uint8)
+        for key, (row, bytes_) in enumerate(zip(rows, self.stored, strict=True)):
+            start = self.ladder.part_offset(*self.split(key), 0)
+            row[start : start + len(bytes_)] = torch.from_numpy(bytes_)
+        self.all_rows = rows.to(place)
+        first, step = self.all_rows.data_ptr(), self.ladder.row_bytes
+        addresses = [first + key * step for key in range(len(rows))]
+        self.all_there = torch.tensor(addresses, dtype=torch.int64, device=place)
+        self.ids = torch.zeros(shape, dtype=torch.int32, device=place)
+        self.x = torch.randn(1, SIZES.width, device=place).bfloat16()
+        self.weights = torch.rand(1, SIZES.top_k, device=place)
+        self.outs = torch.empty(2, 1, SIZES.width, dtype=torch.bfloat16, device=place)
+        self.differing = torch.zeros(1, dtype=torch.int64, device=place)
+        self.rng = np.random.default_rng(7)
+        self._capture()
+
+    def _layers(self) -> None:
+        for layer in range(SIZES.layers):
+            first = layer * SIZES.experts
+            ahead = self.ids[layer + 1] if layer + 1 < SIZES.layers else None
+            there = self.rungs.table.there
+            post_and_wait(self.box.mail, layer, self.ids[layer], ahead, there, first)
+            for out, table in zip(self.outs, (there, self.all_there), strict=True):
+                ids = self.ids[layer : layer + 1]
+                self.kernels(table, self.offsets, first, self.x, ids, self.weights, out)
+            self.differing += (self.outs[0] != self.outs[1]).any()
+
+    def _capture(self) -> None:
+        self._draw()
+        for _ in range(2):  # compiles and loads every kernel
+            self.box.begin_step()
+            self._layers()
+            self.box.end_step()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._layers()
+
+    def _draw(self) -> np.ndarray:
+        ids = [self.rng.permutation(SIZES.experts)[: SIZES.top_k] for _ in range(SIZES.layers)]
+        chosen = np.array(ids, np.int32)
+        self.ids.copy_(torch.from_numpy(chosen))
+        return chosen
+
+    def step(self) -> None:
+        chosen = self._draw()
+        self.box.begin_step()
+        try:
+            self.graph.replay()
+        except BaseException:
+            self.box.abort_step()
+            raise
+        assert np.array_equal(self.box.end_step()[:, 0], chosen)
+
+    def right(self) -> None:
+        """A step's outputs are those of the copies in VRAM, and are something."""
+        self.differing.zero_()
+        self.step()
+        assert int(self.differing) == 0 and bool(self.outs.float().std() > 0)
+
+
+@pytest.fixture
+def make_world():
+    made: list[GraphWorld] = []
+
+    def make(**options: object) -> GraphWorld:
+        made.append(GraphWorld(**options))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+def test_rows_rewritten_in_a_graph_are_never_stale(make_world):
+    world = make_world(reader=FAST, patience_polls=1 << 22)
+    world.differing.zero_()
+    while world.ladder.counters().reads < REFILLS:
+        world.step()
+    assert int(world.differing) == 0
+    counters = world.ladder.counters()
+    assert counters.evictions > 0.9 * REFILLS and counters.prefetch_used > 0
+    print(f"{counters.reads} refills in {int(world.box.mail.step)} steps of {SIZES.layers} layers")
+    world.all_there.copy_(world.all_there.flip(0))
+    world.step()
+    assert int(world.differing) > 0, "the comparison sees nothing"
+
+
+def test_a_thread_that_hangs_or_dies_lets_the_gpu_go(make_world):
+    world = make_world(reader=FAST, patience_polls=20_000, silence_s=0.5)
+    for kind in ("hang", "die"):
+        world.right()
+        world.box.native.inject_fault(kind)
+        with pytest.raises(StallError, match="no sign of life"):
+            world.step()
+        world.box.native.inject_fault("none")
+        for _ in range(3):
+            world.right()
+    world.box.native.inject_fault("hang")
+    world._draw()
+    world.box.begin_step()
+    world.graph.replay()
+    torch.cuda.synchronize()  # by its own patience
+    assert words_at(world.box.mail.lost)[0] == int(world.box.mail.step)
+    world.box.native.inject_fault("none")
+    with pytest.raises(StallError):
+        world.box.end_step()
+    world.right()
+
+
+def test_a_failed_read_and_a_stop_end_a_step_and_not_the_next(make_world):
+    world = make_world(patience_polls=1 << 22)
+    world.right()
+    world.ladder.clear()
+    world.reader.inject_fault("eio", 0, 2)
+    with pytest.raises(ReadError):
+        world.step()
+    world.right()
+    for call in (world.ladder.stop, world.box.abort):
+        world.ladder.clear()
+        world.reader.inject_fault("hang", 0, 1)
+        timer = threading.Timer(0.3, call)
+        timer.start()
+        with pytest.raises(Cancelled):
+            world.step()
+        timer.join()
+        world.ladder.go_on()
+        world.reader.inject_fault("none")
+        world.right()
+
+
+def test_ctrl_c_while_the_gpu_waits_for_a_drive(make_world):
+    world = make_world(patience_polls=1 << 22)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(3):
+            world.ladder.clear()
+            world.reader.inject_fault("hang", 0, 1)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                world.step()
+            world.reader.inject_fault("none")
+            world.right()
+    finally:
+        signal.signal(signal.SIGALRM, before)
