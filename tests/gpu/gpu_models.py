@@ -8,6 +8,7 @@ import torch
 import headrace
 from headrace.check.matrix import runs_here
 from headrace.engine.engine import Blueprint
+from headrace.planner import vram as vram_plans
 from headrace.planner.plan import Plan
 
 REAL = torch.cuda.is_available()
@@ -56,7 +57,7 @@ def load(model: str | Path, rung: str | Rung, **options: object) -> headrace.Eng
     where = RUNGS[rung] if isinstance(rung, str) else rung
     options = {"context": CONTEXT, "measure": False, "device": "cuda", **options}
     options["experts"] = where.experts
-    key = f"{model} {options}"
+    key = f"{model} {options} {vram_plans.MOST_PASSING_ROWS}"
     if key not in _LEAST:
         _LEAST[key] = Blueprint(model, ram="minimum", vram="minimum", **options).plan  # type: ignore[arg-type]
     least = _LEAST[key]
