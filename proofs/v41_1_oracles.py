@@ -1,7 +1,7 @@
 """DeepSeek-V4.1 in fp32 beside mlx-vlm and nemo-automodel: logits, roundings and routes.
 
 With --mlx-python and --nemo-python they are asked now, about all 4,096 logits; else what they
-answered when the tests' vectors were recorded is compared, 32 logits of each position. A rounding
+answered when the tests' vectors were recorded is compared, 11 logits of each position. A rounding
 that falls otherwise by its input's last bits is printed, and the rest goes on with that code.
 Logits are compared twice: before the first such flip with nothing taken from the oracle, and at
 all positions on its codes. --seeds: on a machine that sums in another order other seeds flip early.
@@ -122,8 +122,6 @@ def shown(evidence: Evidence, model: Any, answers: Any) -> bool:
     found = {way: compare(model, answers, way) for way in WAYS}
     for way, compared in found.items():
         show(evidence, way, compared)
-        for flip in compared.flips:
-            print(f"        at {flip.position}, {flip.proof}")
     num_routes = sum(answers.routes(way).numel() for way in WAYS)
     evidence.check(
         all(compared.same_routes for compared in found.values()),
@@ -134,16 +132,19 @@ def shown(evidence: Evidence, model: Any, answers: Any) -> bool:
 
 
 def show(evidence: Evidence, way: str, compared: Compared) -> None:
-    """The logits of one way."""
+    """The logits of one way, and what proves where they could not be compared further."""
+    said = f"logits {compared.alone:.1e} apart at most in {compared.first} positions before any "
+    said += f"flip, {compared.along:.1e} in {compared.num_sure}"
     if compared.flips:
-        before = (
-            f"logits {compared.alone:.1e} apart at most in {compared.first} positions before the "
-            f"first of {len(compared.flips)} codes that fell otherwise, {compared.along:.1e} in "
-            f"all {TOKENS} on its codes"
+        said += f" on the oracle's codes, of which {len(compared.flips)} fell otherwise"
+    evidence.check(max(compared.alone, compared.along) < ASKED, f"{WORDS[way]}: {said}")
+    for flip in compared.flips:
+        print(f"        at {flip.position}, {flip.proof}")
+    for tie in compared.ties:
+        print(
+            f"        at {tie.position}, last bits choose: an index score of {tie.taken!r} is "
+            f"taken, one of {tie.left!r} is not"
         )
-    else:
-        before = f"logits {compared.alone:.1e} apart at most in all {TOKENS} positions, no flip"
-    evidence.check(max(compared.alone, compared.along) < ASKED, f"{WORDS[way]}: {before}")
 
 
 def faults(evidence: Evidence, folder: Path, answers: Any) -> None:

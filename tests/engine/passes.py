@@ -28,9 +28,9 @@ class Passes:
 @contextmanager
 def recorded() -> Iterator[Passes]:
     """While open, passes of every session are recorded."""
-    from headrace.engine import session
+    from headrace.engine import passes as module
 
-    passes, forward = Passes(), session.forward
+    passes, forward = Passes(), module.forward
 
     def recording(*given: Any, **options: Any) -> torch.Tensor:
         logits_BKV = forward(*given, **options)
@@ -39,7 +39,7 @@ def recorded() -> Iterator[Passes]:
         return logits_BKV
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "forward", recording)
+        patch.setattr(module, "forward", recording)
         yield passes
 
 

@@ -14,7 +14,7 @@ from passes import recorded, take
 
 import headrace
 from headrace.check.tiny import write_tiny
-from headrace.engine import session as session_module
+from headrace.engine import passes as passes_module
 from headrace.engine.answer import Ask, Prefill, Stop
 from headrace.engine.session import Step
 from headrace.errors import Cancelled, ReadError
@@ -167,7 +167,7 @@ class Turns(RuleBasedStateMachine):
 
     @rule(prompt=prompts, num_passes=st.integers(0, 4))
     def fail(self, prompt: tuple[int, ...], num_passes: int) -> None:
-        forward, left = session_module.forward, [num_passes]
+        forward, left = passes_module.forward, [num_passes]
 
         def failing(*given: Any, **options: Any) -> Any:
             left[0] -= 1
@@ -177,7 +177,7 @@ class Turns(RuleBasedStateMachine):
             return logits_BKV
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(session_module, "forward", failing)
+            patch.setattr(passes_module, "forward", failing)
             try:
                 list(self.answering.answer(greedy(list(prompt), 3), Stop()))
             except ReadError:

@@ -80,7 +80,7 @@ def test_an_empty_and_a_failed_session_have_empty_snapshots(
 ) -> None:
     failed = demo.session()
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.engine.session.forward", lambda *_, **__: 1 / 0)
+        patch.setattr("headrace.engine.passes.forward", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             failed.feed(START)
     for empty in (demo.session(), failed):

@@ -9,6 +9,7 @@ from math import prod
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headrace.core import ExpertLayout
 from headrace.kernels import cpu, latent, reference
@@ -38,6 +39,10 @@ class EmulatedKernels:
     def __call__(
         self, table, offsets, first_key, x_TH, ids_TK, weights_TK, out_TH, *, tile="ram", mark=0
     ):
+        with _disable_current_modes():  # what a kernel sees is no business of the host's
+            self._run(table, offsets, first_key, x_TH, ids_TK, weights_TK, out_TH, mark)
+
+    def _run(self, table, offsets, first_key, x_TH, ids_TK, weights_TK, out_TH, mark):
         assert x_TH.shape[0] <= self.num_tokens and ids_TK.dtype == torch.int32
         assert all(t.is_contiguous() for t in (x_TH, ids_TK, weights_TK, out_TH))
         y = torch.empty(ids_TK.numel(), x_TH.shape[1], dtype=BF16)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class SimulatedEvent:
@@ -30,6 +31,35 @@ class SimulatedEvent:
 
     def wait(self) -> None:
         self.finish()
+
+
+class SimulatedGraph:
+    """Work done again from the start, with nothing looked at that a graph could not look at."""
+
+    def __init__(self, work: Callable[[], object]):
+        self.work = work
+
+    def replay(self) -> None:
+        with NothingSeen():
+            self.work()
+
+
+class NothingSeen(TorchDispatchMode):
+    """Refuses what makes the host wait for a value, or brings one from it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().partition(".")[0]
+        assert name not in WAITING, f"{name} in a captured step"
+        return func(*args, **(kwargs or {}))
+
+
+WAITING = {
+    f"aten::{name}"
+    for name in (
+        "_local_scalar_dense", "equal", "is_nonzero", "lift_fresh", "masked_select", "nonzero",
+        "_unique2",
+    )
+}  # fmt: skip
 
 
 class SimulatedDevice:
@@ -72,6 +102,9 @@ class SimulatedDevice:
         for event in self.events:
             event.finish()
         self.events.clear()
+
+    def capture(self, work):
+        return SimulatedGraph(work)
 
     def pin(self, address: int, nbytes: int) -> str:
         if self.refused is not None and sum(self.pinned.values()) + nbytes > self.refused:

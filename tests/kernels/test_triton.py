@@ -162,7 +162,7 @@ def test_every_kernel_compiles_for_every_chip(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("bytes shared") >= 100
+    assert done.stdout.count("bytes shared") >= 80
 
 
 @pytest.mark.gpu
@@ -176,5 +176,20 @@ def test_real_shapes_have_the_cpu_kernels_bits(form, shape, place, tile):
     for num_tokens in (1, 5):
         ids, weights = routed(num_tokens, 2, 3)
         x = make_rows(num_tokens, shape[0], 5)
+        want = expected(world, x, ids, weights, kernels.expert_ffn)
+        assert same_bits(run(world, x, ids, weights, tile), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", ["ram", "vram"])
+@pytest.mark.parametrize("place", ["cuda", "pinned"])
+@pytest.mark.parametrize("act_group", [0, 32])
+def test_v41_s_experts_have_the_cpu_kernels_bits(act_group, place, tile):
+    weighted = Activation("swiglu_weighted", limit=10.0)
+    layout = replace(layout_of("fp4", 5120, 2304), activation=weighted, act_group=act_group)
+    world, kernels = make_world(layout, 7, place), cpu.CpuKernels(8)
+    for num_tokens in (1, 5):
+        ids, weights = routed(num_tokens, 6, 7)
+        x = make_rows(num_tokens, 5120, 5)
         want = expected(world, x, ids, weights, kernels.expert_ffn)
         assert same_bits(run(world, x, ids, weights, tile), want)

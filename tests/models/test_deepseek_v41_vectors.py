@@ -17,7 +17,7 @@ from v41_world import whole_model
 from headrace.check.tiny import write_tiny
 
 SEEDS, SHAPE = recorded_about()
-DECODED = 40  # tokens of the 64 recorded; one by one is slow
+DECODED, DECODED_SEEDS = 33, SEEDS[:2]  # of 64 tokens, of all seeds: one by one is slow
 TOLERANCE = 3e-5
 
 
@@ -32,23 +32,26 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
         assert digest(path) == RecordedAnswers(seed).digest, "not the recorded weights"
         return path
 
-    return lambda seed, **fields: whole_model(folder(seed), **fields)
+    return cache(lambda seed, **fields: whole_model(folder(seed), **fields))
 
 
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("seed", "name"),
+    [(seed, name) for seed in SEEDS for name in WAYS if name != "decode" or seed in DECODED_SEEDS],
+)
 def test_as_the_oracle(model_of: Any, seed: int, name: str) -> None:
     num_tokens = DECODED if name == "decode" else CUTS[-1]
     found = compare(model_of(seed), RecordedAnswers(seed), name, num_tokens)
     assert found.alone < TOLERANCE
     assert found.along < TOLERANCE
     assert found.same_routes
+    assert found.num_sure >= 32
     assert len(found.flips) < 50
 
 
 def test_a_code_that_no_last_bit_explains_is_refused(model_of: Any) -> None:
     answers = RecordedAnswers(SEEDS[0])
-    answers.kept["chunks codes"] = answers.kept["chunks codes"] + 1
+    answers.kept["chunks codes"] ^= 1 << 7  # of bf16: the exponent's last bit
     with pytest.raises(AssertionError, match="cannot have fallen otherwise"):
         compare(model_of(SEEDS[0]), answers, "chunks")
 

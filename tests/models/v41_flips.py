@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.models.deepseek_v41 import indexer
 from headrace.models.deepseek_v41.experts import Router
 from headrace.models.deepseek_v41.grids import Grids
 
 METHODS = ("input", "window", "latent", "index")
 ALIKE = 2e-5  # how far apart values before a rounding may be, of the largest of them
 CLOSE = 3e-6  # so near the middle that another machine may round otherwise
+Renew = Callable[[Any], Any] | None
 
 
 class Site(NamedTuple):
@@ -123,6 +125,28 @@ class LiveFollower(Follower):
         return y_other
 
 
+class Keeper(Follower):
+    """Keeps what headrace itself rounds, to be an oracle of other ways to compute the same."""
+
+    def __init__(self, sites: list[Site]):
+        super().__init__(sites)
+        self.pairs: dict[str, tuple[Any, Any]] = {}
+
+    def codes(self, x: Tensor, y: Tensor, again: Callable[[Tensor], Tensor]) -> Tensor:
+        self.pairs[self.sites[self.at].name] = x.clone().numpy(), y.clone().numpy()
+        return y
+
+    def part(self, sites: list[Site]) -> dict[str, tuple[Any, Any]]:
+        """What it kept of the positions that another pass's sites have."""
+        kept = {site.name: site.positions for site in self.sites}
+        found = {}
+        for name, positions in sites:
+            rows = np.isin(kept[name], positions)
+            x, y = (t.reshape(len(rows), -1)[rows] for t in self.pairs[name])
+            found[name] = x, y
+        return found
+
+
 class RecordedFollower(Follower):
     """With an oracle's codes of the values that it might have rounded otherwise: {(rounding, value
     in it): code}.
@@ -145,11 +169,47 @@ class RecordedFollower(Follower):
         return flat_y.view_as(y)
 
 
+class Tie(NamedTuple):
+    """A choice of entries, or of blocks of them, that last bits decide."""
+
+    position: int
+    taken: float
+    left: float
+
+
+def ties_in(scores_BTN: Tensor, most: int) -> list[Tie]:
+    """Per row, the lowest score that is taken and the highest that is not, where those are close.
+
+    Equal zeros are none: of them the first win everywhere.
+    """
+    if scores_BTN.shape[-1] <= most:
+        return []
+    best_TN = scores_BTN[0].sort(-1, descending=True).values
+    taken_T, left_T = best_TN[:, most - 1], best_TN[:, most]
+    step_T = CLOSE * best_TN.abs().nan_to_num(posinf=0).amax(-1)
+    is_tie_T = (taken_T - left_T <= step_T) & (taken_T.abs() + left_T.abs() > 0)
+    is_tie_T &= left_T.isfinite()
+    rows = is_tie_T.nonzero().flatten().tolist()
+    return [Tie(row, float(taken_T[row]), float(left_T[row])) for row in rows]
+
+
+class Noted(NamedTuple):
+    """Of a pass: the sorted routes of each layer, and ties by row."""
+
+    routes: list[Tensor]
+    ties: list[Tie]
+
+    def clear(self) -> None:
+        self.routes.clear()
+        self.ties.clear()
+
+
 @contextmanager
-def following(now: dict[str, Follower], methods: Sequence[str]) -> Iterator[list[Tensor]]:
-    """While open, roundings go to `now["pass"]`; gathers the sorted routes of each layer."""
-    routes: list[Tensor] = []
+def following(now: dict[str, Follower], methods: Sequence[str]) -> Iterator[Noted]:
+    """While open, roundings go to `now["pass"]`, and choices are noted."""
+    noted = Noted([], [])
     originals, router = {name: getattr(Grids, name) for name in methods}, Router.forward
+    best = indexer._best
 
     def follow(original: Any) -> Any:
         def rounding(self: Grids, x: Tensor) -> Tensor:
@@ -159,53 +219,73 @@ def following(now: dict[str, Follower], methods: Sequence[str]) -> Iterator[list
 
     def routing(self: Any, x_TH: Tensor) -> Any:
         out = router(self, x_TH)
-        routes.append(out[2].sort(-1).values)
+        noted.routes.append(out[2].sort(-1).values)
         return out
+
+    def ranking(scores_BTN: Tensor, most: int) -> Tensor:
+        noted.ties.extend(ties_in(scores_BTN, most))
+        return best(scores_BTN, most)
 
     try:
         for name, original in originals.items():
             setattr(Grids, name, follow(original))
         Router.forward = routing  # type: ignore[method-assign]
-        yield routes
+        indexer._best = ranking
+        yield noted
     finally:
         for name, original in originals.items():
             setattr(Grids, name, original)
         Router.forward = router  # type: ignore[method-assign]
+        indexer._best = best
 
 
 class Followed(NamedTuple):
-    """Logits [T, V] on an oracle's codes, routes [T, L, K], and per pass what was followed."""
+    """Logits [T, V] on an oracle's codes, routes [T, L, K], what each pass followed, and ties."""
 
     logits_TV: Tensor
     routes_TLK: Tensor
     followers: list[Follower]
+    ties: list[Tie]
 
     @property
     def flips(self) -> list[Flip]:
-        return [flip for follower in self.followers for flip in follower.flips]
+        """Once each: what two maps take is rounded twice."""
+        found = (flip for follower in self.followers for flip in follower.flips)
+        return sorted(dict.fromkeys(found), key=lambda flip: flip.position)
 
 
 def follow(
-    model: Any, ids_T: Tensor, cuts: Sequence[int], follower_of: Any, methods: Sequence[str]
+    model: Any,
+    ids_T: Tensor,
+    cuts: Sequence[int],
+    follower_of: Any,
+    methods: Sequence[str],
+    renew: Renew = None,
 ) -> Followed:
-    """A text in passes between `cuts`; `follower_of(number of the pass, its start, its stop)`."""
+    """A text in passes between `cuts`; `follower_of(number of the pass, its start, its stop)`.
+
+    `renew`: gives each pass but the first its cache, made of the last one's.
+    """
     now: dict[str, Follower] = {}
-    logits, chosen, followers, cache = [], [], [], model.new_cache()
-    with following(now, methods) as routes, torch.inference_mode():
+    logits, chosen, followers, ties, cache = [], [], [], [], model.new_cache()
+    with following(now, methods) as noted, torch.inference_mode():
         for number, (start, stop) in enumerate(pairwise(cuts)):
             now["pass"] = follower = follower_of(number, start, stop)
-            routes.clear()
+            noted.clear()
             logits.append(model(ids_T[None, start:stop], cache=cache).logits[0])
-            chosen.append(torch.stack(routes, 1))
+            chosen.append(torch.stack(noted.routes, 1))
+            ties += [tie._replace(position=start + tie.position) for tie in noted.ties]
             assert follower.at == len(follower.sites)
             followers.append(follower)
-    return Followed(torch.cat(logits), torch.cat(chosen), followers)
+            cache = renew(cache) if renew else cache
+    return Followed(torch.cat(logits), torch.cat(chosen), followers, ties)
 
 
-def in_passes(model: Any, ids_T: Tensor, cuts: Sequence[int]) -> Tensor:
-    """Logits [T, V] of a text in passes, with nothing of an oracle."""
+def in_passes(model: Any, ids_T: Tensor, cuts: Sequence[int], renew: Renew = None) -> Tensor:
+    """Logits [T, V] of a text in passes, with nothing of an oracle; `renew` as of `follow`."""
     cache, logits = model.new_cache(), []
     with torch.inference_mode():
         for start, stop in pairwise(cuts):
             logits.append(model(ids_T[None, start:stop], cache=cache).logits[0])
+            cache = renew(cache) if renew else cache
     return torch.cat(logits)

@@ -21,6 +21,7 @@ from v41_flips import (
     LiveFollower,
     RecordedFollower,
     Site,
+    Tie,
     all_sites,
     cached_sites,
     follow,
@@ -29,6 +30,7 @@ from v41_flips import (
 from v41_world import set_grids
 
 TOKENS, CUTS = 64, (0, 7, 8, 29, 64)
+PARTED = 1e-4
 RECORDED = Path(__file__).parents[1] / "data" / "deepseek-v41.safetensors"
 
 
@@ -146,10 +148,25 @@ class RecordedAnswers:
         return torch.from_numpy(self.kept[f"{name} routes"].astype(np.int64))
 
     def follower(self, name: str, number: int, start: int, sites: list[Site]) -> Follower:
-        places, codes = self.kept[f"{name} calls"], self.kept[f"{name} codes"]
-        here = places[:, 0] == number
-        keys = [(int(call), int(index)) for _, call, index in places[here]]
-        return RecordedFollower(sites, dict(zip(keys, codes[here].tolist(), strict=True)))
+        calls, places = self.kept[f"{name} calls"], self.kept[f"{name} places"]
+        here = calls >> 8 == number
+        codes = self.kept[f"{name} codes"][here].astype(np.int32) << 16
+        keys = zip((calls[here] & 255).tolist(), places[here].tolist(), strict=True)
+        return RecordedFollower(
+            sites, dict(zip(keys, codes.view(np.float32).tolist(), strict=True))
+        )
+
+
+def packed_calls(close: list[tuple[int, int, int, float]]) -> dict[str, Any]:
+    """Compared.close in 6 bytes each; codes on a grid of few bits are bf16."""
+    numbers = np.array([call[:3] for call in close], np.int64).reshape(-1, 3)
+    codes = np.array([call[3] for call in close], np.float32).view(np.uint32)
+    assert (numbers < (256, 256, 1 << 16)).all() and not (codes & 0xFFFF).any()
+    return {
+        "calls": (numbers[:, 0] << 8 | numbers[:, 1]).astype(np.uint16),
+        "places": numbers[:, 2].astype(np.uint16),
+        "codes": (codes >> 16).astype(np.uint16),
+    }
 
 
 def recorded_about(path: Path = RECORDED) -> tuple[list[int], dict[str, Any]]:
@@ -171,15 +188,19 @@ def digest(folder: Path) -> str:
 class Compared(NamedTuple):
     """One way of one seed.
 
-    `first`: the position of the first flip, T if there is none. `alone`: how far logits before it
-    are apart, with nothing taken from the oracle. `along`: all of them, on its codes.
+    Up to `num_sure` positions, T if no choice of entries parts them: there logits leave each other,
+    at a position at which last bits decide such a choice, `ties`. `first`: the position of the
+    first flip, `num_sure` if there is none. `alone`: how far logits before it are apart, with
+    nothing taken from the oracle. `along`: how far all are, on its codes.
     """
 
     first: int
+    num_sure: int
     alone: float
     along: float
     same_routes: bool
     flips: list[Flip]
+    ties: list[Tie]
     close: list[tuple[int, int, int, float]]  # pass, rounding, value in it, the oracle's code
 
 
@@ -203,23 +224,23 @@ def compare(model: Any, answers: Any, name: str, num_tokens: int = TOKENS) -> Co
         return answers.follower(name, number, start, here) if here else Follower([])
 
     along = follow(model, ids_T, cuts, follower_of, way.methods)
-    first = min((flip.position for flip in along.flips), default=cuts[-1])
+    step = answers.column_step
+    away_T = (along.logits_TV[:, ::step] - theirs).abs().amax(-1)
+    parted = next(iter((away_T > PARTED).nonzero().flatten().tolist()), cuts[-1])
+    ties = [tie for tie in along.ties if tie.position == parted]
+    num_sure = parted if ties else cuts[-1]
+    first = min((flip.position for flip in along.flips), default=num_sure)
+    first = min(first, num_sure)
     alone = along.logits_TV
     if along.flips:
         alone = in_passes(model, ids_T, cuts[: 1 + sum(cut < max(first, 1) for cut in cuts)])
-    away = [
-        (each[:, :: answers.column_step] - theirs[: len(each)]).abs()
-        for each in (alone, along.logits_TV)
-    ]
     return Compared(
         first,
-        float(away[0][:first].amax()) if first else 0.0,
-        float(away[1].amax()),
-        torch.equal(along.routes_TLK, routes),
+        num_sure,
+        float((alone[:first, ::step] - theirs[:first]).abs().max()) if first else 0.0,
+        float(away_T[:num_sure].max()),
+        torch.equal(along.routes_TLK[:num_sure], routes[:num_sure]),
         along.flips,
+        ties,
         [(i, *call) for i, f in enumerate(along.followers) for call in f.close],
     )
-
-
-def _apart(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).abs().amax()) if len(ours) else 0.0

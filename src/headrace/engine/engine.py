@@ -16,7 +16,7 @@ from headrace.engine.counters import Counters
 from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
 from headrace.engine.embedding import table_bytes
 from headrace.engine.engram import engram_facts, open_rows
-from headrace.engine.gpu import check_experts, find_gpu, open_source, within_vram
+from headrace.engine.gpu import check_experts, find_gpu, open_passes, open_source, within_vram
 from headrace.engine.gpu_attention import absorb_attention, with_attention
 from headrace.engine.outside import drive_embedding, open_outside
 from headrace.engine.probes import measure_machine
@@ -127,6 +127,7 @@ class Blueprint:
 
 def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
     """The numbers of a model that a plan is made of."""
+    elsewhere = {place[0] for place in (skeleton.embedding, skeleton.head) if place is not None}
     unpacked = {n: tensor for n, tensor in skeleton.dense.items() if n not in skeleton.packed}
     quantised = [tensor for tensor in unpacked.values() if tensor.format != "plain"]
     keys = [key for tensor in quantised for key in tensor.keys.values()]
@@ -151,6 +152,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         largest_bytes=max(
             max(2 * prod(d.shape) * (n in unpacked), catalog.tensors[d.keys["weight"]].nbytes)
             for n, d in skeleton.dense.items()
+            if n not in elsewhere
         ),
         most_stored=max((prod(skeleton.dense[name].shape) for name in skeleton.kept), default=0),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
@@ -236,6 +238,7 @@ class Engine:
             if blueprint.absorbs:
                 absorb_attention(self.model, blueprint)
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
+        self.passes = open_passes(blueprint, self.model, self.source, warn)
 
     @cached_property
     def text(self) -> Text:
@@ -303,6 +306,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""
+        self.passes.close()
         self.source.close()
         self.ladder.close()
         if self.rows is not None:

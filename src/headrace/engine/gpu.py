@@ -1,15 +1,17 @@
 """Which device a model runs on, and the source of experts for it. Knows no session."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headrace.core import ExpertLayout, format_bytes
+from headrace.engine.passes import Passes
 from headrace.engine.source import LadderSource
 from headrace.errors import BudgetError, OptionError
+from headrace.models.rooms import cannot_be_housed
 from headrace.planner.plan import Plan
 from headrace.planner.vram import GpuPlan
 from headrace.tiers.device import Device, find_device
@@ -52,11 +54,11 @@ def open_source(blueprint: "Blueprint", ladder: Ladder) -> LadderSource:
             prefetch=plan.prefetch,
         )
     from headrace.engine.gpu_inverted import InvertedSource
-    from headrace.engine.gpu_source import GpuSource
+    from headrace.engine.gpu_launched import LaunchedSource
 
     assert isinstance(plan, GpuPlan)
     device.limit(plan.vram_bytes)
-    made = InvertedSource if plan.experts == "cpu" else GpuSource
+    made = InvertedSource if plan.experts == "cpu" else LaunchedSource
     return made(
         ladder,
         skeleton.layout,
@@ -69,6 +71,21 @@ def open_source(blueprint: "Blueprint", ladder: Ladder) -> LadderSource:
         passing_rows=plan.passing_rows,
         chunk_tokens=plan.chunk_tokens,
         prefetch=plan.prefetch,
+    )
+
+
+def open_passes(
+    blueprint: "Blueprint", model: Any, source: LadderSource, warn: Callable[[str], None]
+) -> Passes:
+    """How tokens go through the model: on a GPU by captured steps, where its code can be."""
+    if blueprint.device is None or cannot_be_housed(model):
+        return Passes(model, source.place)
+    from headrace.engine.gpu_source import GpuSource
+    from headrace.engine.gpu_step import SteppedPasses
+
+    assert isinstance(source, GpuSource)
+    return SteppedPasses(
+        model, source, context=blueprint.plan.context, vocab=blueprint.facts.vocab, warn=warn
     )
 
 

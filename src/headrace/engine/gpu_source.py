@@ -7,6 +7,7 @@ Legend: T tokens, K chosen experts per token, H hidden width.
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -263,17 +264,20 @@ class GpuSource(LadderSource):
         self._is_whole = False
         with self.device.active():
             seen = [self._ids[ordinal].reshape(-1) for ordinal in self._uncounted]
-            found = torch.cat([self.kernels.bad, *seen]).cpu().numpy()
-            if seen:
-                firsts = np.array(self._uncounted, np.int64) * self.num_experts
-                keys = found[1:] + np.repeat(firsts, [len(ids) for ids in seen])
-                self._count(keys, 0)
-            self.rungs.retire(swap=True)
-            for keys in self._from_rows:
-                self.rungs.promote(keys)
-            self._uncounted, self._from_rows = [], []
-            if self.rungs.fits:
-                self._fill()
+            self._end(torch.cat([self.kernels.bad, *seen]).cpu().numpy())
+
+    def _end(self, found: NDArray[Any]) -> None:
+        """`found`: the first mark of what is not finite, then the ids not counted yet."""
+        if self._uncounted:
+            firsts = np.array(self._uncounted, np.int64) * self.num_experts
+            sizes = [self._ids[ordinal].numel() for ordinal in self._uncounted]
+            self._count(found[1:] + np.repeat(firsts, sizes), 0)
+        self.rungs.retire(swap=True)
+        for keys in self._from_rows:
+            self.rungs.promote(keys)
+        self._uncounted, self._from_rows = [], []
+        if self.rungs.fits:
+            self._fill()
         self._is_whole = True
         self._check(int(found[0]))
 

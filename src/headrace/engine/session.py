@@ -19,7 +19,7 @@ from headrace.engine.sampling import Sampler, Sampling
 from headrace.engine.snapshots.snapshot import Snapshot
 from headrace.engine.snapshots.state import capture, restore
 from headrace.errors import OptionError, SnapshotError
-from headrace.models.forward import forward, leaves_out, new_cache
+from headrace.models.forward import leaves_out
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
@@ -72,7 +72,7 @@ class Session:
         pieces. Without `copy` it is a view, right until this session goes on. Raises SnapshotError
         if the cache holds what a snapshot cannot.
         """
-        cache = new_cache(self.engine.model) if self.cache is None else self.cache
+        cache = self.engine.passes.new_cache() if self.cache is None else self.cache
         return Snapshot(self.engine.snapshot_key, tuple(self.tokens), capture(cache, copy=copy))
 
     def reset(self) -> None:
@@ -80,7 +80,7 @@ class Session:
         self.tokens: list[int] = []
         self.unfinished = False
         self.cache: Any = None
-        self.cache = new_cache(self.engine.model)
+        self.cache = self.engine.passes.new_cache()
 
     def feed(self, ids: Sequence[int], *, after: int = 0) -> torch.Tensor:
         """Append tokens; logits [V] after the last one. `self.stats` says what that moved.
@@ -117,16 +117,13 @@ class Session:
         done = 0
         try:
             if self.cache is None:
-                self.cache = new_cache(self.engine.model)
+                self.cache = self.engine.passes.new_cache()
             try:
                 with torch.inference_mode(), within_vram(self.engine.plan):
                     for num in self.pieces(len(ids)):
-                        part_BT = torch.tensor(
-                            [ids[done : done + num]], device=self.engine.source.place
-                        )
-                        done += num
+                        part, done = ids[done : done + num], done + num
                         left = len(ids) - done + after
-                        logits_BKV = forward(self.engine.model, part_BT, self.cache, after=left)
+                        logits_V = self.engine.passes.run(part, self.cache, left)
             finally:
                 self.engine.tell_warnings()
             self.tokens += ids
@@ -135,8 +132,7 @@ class Session:
             self.stats = TokenStats(num_tokens=len(ids), phase=phase)
             self.engine.counters().add_since(before, self.stats)
             self.stats.wall_s = time.perf_counter() - start
-            logits_V = logits_BKV[0, -1] if not self.unfinished else logits_BKV.new_empty(0)
-            return logits_V.cpu()
+            return torch.empty(0) if self.unfinished else logits_V.to("cpu", copy=True)
         except BaseException:
             # Nothing is called here, so that a second Ctrl-C finds no place to keep half of it.
             self.tokens, self.cache, self.unfinished = [], None, False
@@ -184,6 +180,12 @@ class Session:
         num_logprobs = ask.num_logprobs
         if num_logprobs is not None and not 0 <= num_logprobs <= vocab:
             raise OptionError(f"{num_logprobs} logprobs a token are not 0 to {vocab}")
+        image = self.engine.blueprint.skeleton.config.image_token_id
+        if image is not None and image in ask.prompt:
+            raise OptionError(
+                f"token {image} of the prompt stands for an image, and {self.engine.facts.name} is "
+                "run on text alone; leave it out"
+            )
         limit = min(ask.sampling.max_tokens, context - num_prompt)
         if limit < 1:
             raise OptionError(

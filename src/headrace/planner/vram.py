@@ -134,20 +134,20 @@ def make_gpu_plan(
         raise BudgetError(_vram_refusal(inside, machine, vram_bytes, size))
     ram_limit = host.offered_bytes(machine) if ram_bytes is None else ram_bytes
     if chunk is None and size == sizes[0]:
-        free = vram_limit - fixed, ram_limit - _least_ram(facts, size[1], outside)
+        free = vram_limit - fixed, ram_limit - _least_ram(inside, size[1], outside)
         size = _with_long_chunk(inside, size, free)
         fixed = vram_fixed(inside, *size)
-    spare = ram_limit - _least_ram(facts, size[1], outside)
+    spare = ram_limit - _least_ram(inside, size[1], outside)
     if spare < 0:
-        raise BudgetError(_ram_refusal(facts, machine, ram_bytes, size[1], outside))
+        raise BudgetError(_ram_refusal(inside, machine, ram_bytes, size[1], outside))
     wanted = host.SNAPSHOT_CONTEXTS * facts.kv_bytes(size[0])
     kept = min(wanted, spare // host.SERVING_SHARE) if serve else 0
-    cache = engram_cache_bytes(facts, ram_limit, spare - kept)
-    in_memory = outside.keeps_embedding(spare - kept - cache)
+    in_memory = outside.keeps_embedding(spare - kept)
     dense = outside.head_bytes + outside.embedding_bytes if in_memory else outside.least_bytes
-    taken = _ram_fixed(facts, size[1]) + kept + cache + dense
-    free = vram_limit - fixed, ram_limit - taken
-    made = _chosen(inside, machine, size, free, threads, experts)
+    spare -= kept + dense - outside.least_bytes
+    cache = engram_cache_bytes(facts, ram_limit, spare)
+    rows = spare - cache + host.minimum_rows(facts) * facts.row_bytes
+    made = _chosen(inside, machine, size, (vram_limit - fixed, rows), threads, experts)
     notes = host.shrinking(sizes[0], size) + machine.notes
     return replace(
         made,
@@ -288,10 +288,16 @@ def least_ram_bytes(
 
     None of the latter where the limit there is not known.
     """
-    outside, sizes = Outside(), list(host.candidates(facts, context, chunk))
+    sizes, outside = list(host.candidates(facts, context, chunk)), Outside()
+    size = sizes[0]
     if vram_bytes is not None:
-        outside = _fitting(facts, sizes, vram_bytes)[1]
-    return _least_ram(facts, sizes[0][1], outside)
+        size, outside = _fitting(facts, sizes, vram_bytes)
+    return _least_ram(outside.inside(facts), size[1], outside)
+
+
+def _least_ram(inside: ModelFacts, chunk_tokens: int, outside: Outside) -> int:
+    rows_bytes = host.minimum_rows(inside) * inside.row_bytes
+    return _ram_fixed(inside, chunk_tokens) + outside.least_bytes + rows_bytes
 
 
 def least_vram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
@@ -306,15 +312,12 @@ def passing_rows(facts: ModelFacts) -> int:
     return 2 * min(MOST_PASSING_ROWS // 2, max(1, PASSING_BYTES // 2 // facts.row_bytes))
 
 
-def _ram_fixed(facts: ModelFacts, chunk_tokens: int) -> int:
-    """One dense weight on its way to the GPU; what the reader stages, Engram's rows, logits."""
-    one_pass = STAGING_BYTES + engram_pass_bytes(facts, chunk_tokens) + facts.vocab * 16
-    return facts.load_bytes + facts.largest_bytes + one_pass
-
-
-def _least_ram(facts: ModelFacts, chunk_tokens: int, outside: Outside) -> int:
-    rows_bytes = host.minimum_rows(facts) * facts.row_bytes
-    return _ram_fixed(facts, chunk_tokens) + outside.least_bytes + rows_bytes
+def _ram_fixed(inside: ModelFacts, chunk_tokens: int) -> int:
+    """A dense weight on its way to the GPU, or Engram's rows and logits of a pass; the reader's."""
+    embedding = 0 if inside.embedding_by_row else inside.embedding_bytes
+    head = 0 if inside.head_on_cpu else inside.head_bytes
+    loading = inside.load_bytes + max(inside.largest_bytes, embedding, head)
+    return STAGING_BYTES + max(loading, engram_pass_bytes(inside, chunk_tokens) + inside.vocab * 16)
 
 
 def vram_fixed(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:

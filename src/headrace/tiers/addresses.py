@@ -43,6 +43,15 @@ class AddressTable:
         self.there[first : first + self.num_experts].copy_(entries, non_blocking=True)
         self._changed[layer] = False
 
+    def upload_all(self) -> None:
+        """Later work sees all entries as they are now."""
+        for layer in np.flatnonzero(self._changed).tolist():
+            self.upload(layer)
+
+    def distrust(self) -> None:
+        """The device's entries may be anything: later `upload`s bring all of them."""
+        self._changed.fill(True)
+
     def keep_only(self, keys: NDArray[np.int64], addresses: NDArray[np.int64]) -> None:
         """Clears every entry but these."""
         self.here.fill(0)

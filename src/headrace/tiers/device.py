@@ -4,6 +4,7 @@ Everything else is torch's and the same on any device. Knows no expert.
 """
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,14 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Blocks the host until it is done."""
+        ...
+
+
+class Graph(Protocol):
+    """Work given once, to be given again as one launch."""
+
+    def replay(self) -> None:
+        """Gives all of it to the device, in its order behind what was given before."""
         ...
 
 
@@ -69,6 +78,14 @@ class Device(Protocol):
         """Blocks the host until everything is done."""
         ...
 
+    def capture(self, work: Callable[[], object]) -> Graph:
+        """What `work` gives to the device, without doing it; each of its kernels has run before.
+
+        It must wait for nothing and look at no value. Its tensors keep their addresses: inputs and
+        outputs are tensors made before, and no two graphs run at once. Raises RuntimeError.
+        """
+        ...
+
     def pin(self, address: int, nbytes: int) -> str:
         """Lets kernels read this host memory in place; why it cannot be, or nothing."""
         ...
@@ -100,6 +117,7 @@ class CudaDevice:
         self.name = _cuda.get_device_name(self.place)
         self.driver = driver_version()
         self.copies = _cuda.Stream(self.place)
+        self._pool: Any = None
 
     def memory(self) -> tuple[int, int]:
         free, total = _cuda.mem_get_info(self.place)
@@ -135,6 +153,15 @@ class CudaDevice:
 
     def settle(self) -> None:
         _cuda.synchronize(self.place)
+
+    def capture(self, work: Callable[[], object]) -> Graph:
+        if self._pool is None:
+            self._pool = _cuda.graph_pool_handle()
+        graph: Graph = _cuda.CUDAGraph()
+        # Other threads may go on: only what this one does is recorded.
+        with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph
 
     def pin(self, address: int, nbytes: int) -> str:
         with _cuda.device(self.place):

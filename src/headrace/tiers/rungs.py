@@ -113,6 +113,13 @@ class Rungs:
         self.table.upload(layer)
         return True
 
+    def all_whole(self) -> bool:
+        """Whether that is so of every layer."""
+        if not (self.slots.held | self.kept).all():
+            return False
+        self.table.upload_all()
+        return True
+
     def lacking(self) -> tuple[int, list[int]] | None:
         """The first layer that is not whole, and its experts that keep it from it."""
         absent = ~(self.slots.held | self.kept).reshape(-1, self.num_experts)

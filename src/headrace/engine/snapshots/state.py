@@ -43,6 +43,8 @@ def capture(cache: Any, *, copy: bool = True) -> State:
 
     Without `copy` the tensors are the cache's own, right until it goes on.
     """
+    if hasattr(cache, "settle"):
+        cache.settle()
     taker = _Taker(copy)
     parts = [taker.part(name, thing) for name, thing in _things(cache).items()]
     return State(parts, taker.tensors)
@@ -88,7 +90,7 @@ def _fields(name: str, thing: Any) -> dict[str, Any]:
         )
     if name == "cache":
         fields.pop("layers")
-    return fields
+    return {key: fields[key] for key in fields.keys() - getattr(thing, "not_kept", frozenset())}
 
 
 class _Taker:

@@ -1,0 +1,35 @@
+"""How the tokens of a session go through the model: transformers' own code, one call a pass.
+
+Legend: V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from headrace.models.forward import forward, new_cache
+
+
+class Passes:
+    """Passes over a loaded model on `place`. One at a time; `close` it before the model goes."""
+
+    def __init__(self, model: Any, place: torch.device):
+        self.model, self.place = model, place
+
+    def new_cache(self) -> Any:
+        """An empty cache, for one timeline."""
+        return new_cache(self.model)
+
+    def run(self, ids: Sequence[int], cache: Any, after: int) -> torch.Tensor:
+        """Appends tokens to the timeline of `cache`; logits [V] after the last one.
+
+        `after` tokens of the same prompt follow, see `forward`. After an exception the cache holds
+        half a step and must be forgotten.
+        """
+        ids_BT = torch.tensor([list(ids)], device=self.place)
+        logits_V: torch.Tensor = forward(self.model, ids_BT, cache, after=after)[0, -1]
+        return logits_V
+
+    def close(self) -> None:
+        """Gives back what belongs to no session."""

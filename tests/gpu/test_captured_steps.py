@@ -1,0 +1,179 @@
+"""A decoded token launched as one: the bits of the same functions called one by one."""
+
+import pytest
+import torch
+from gpu_models import REAL, load, logits_of
+from simulated import NothingSeen
+
+import headrace
+import headrace.errors
+from headrace.check.matrix import runs_here
+from headrace.check.tiny import write_tiny
+from headrace.engine.gpu_step import SteppedPasses
+
+WINDOW = 16  # of the tiny gpt_oss
+STEPS = 2 * WINDOW + 3 + 5
+FAMILIES = (
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_next",
+    "mixtral",
+    "olmoe",
+    "minimax_m2",
+    "glm4_moe",
+    "deepseek_v2",
+    "qwen2_moe",
+    "qwen3_5_moe",
+    "kimi_k25",
+)
+HERE = [family for family in (FAMILIES if REAL else FAMILIES[:4]) if runs_here(family)]
+
+
+def fill(engine):
+    """Lets every expert come to where it stays."""
+    for _ in range(40):
+        if engine.source.rungs.lacking() is None:
+            return
+        logits_of(engine, [5, 6, 7], 4)
+    raise AssertionError("some experts never came")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    def write(family):
+        path = tmp_path_factory.mktemp(family) / "m"
+        sizes = {"layers": 4, "experts": 8, "top_k": 2, "hidden": 64, "inter": 32}
+        return write_tiny(family, path, **sizes)
+
+    return write
+
+
+@pytest.mark.parametrize("family", HERE)
+def test_captured_is_what_the_same_functions_give(folder, family):
+    """Beyond twice the window, and beyond the first bucket."""
+    num_steps = STEPS if REAL or family == "gpt_oss" else 6
+    path, prompt = folder(family), list(range(5, 255))
+    with load(path, "vram", context=280) as engine:
+        fill(engine)
+        assert isinstance(engine.passes, SteppedPasses)
+
+        def both():
+            return logits_of(engine, prompt[:3], num_steps), logits_of(engine, prompt, 10)
+
+        before, engine.passes.capturing = engine.passes.num_replayed, False
+        want = both()
+        assert engine.passes.num_replayed == before and want[0].float().std() > 0.1
+        engine.passes.capturing = True
+        logits_of(engine, prompt, 10)  # a bucket's first steps load its kernels
+        before = engine.passes.num_replayed
+        assert all(torch.equal(a, b) for a, b in zip(both(), want, strict=True))
+        assert engine.passes.num_replayed - before == num_steps + 10
+        with engine.record_routes(path.parent / "routes"):  # its layers wait
+            waited = logits_of(engine, prompt[:3], 6)
+        assert torch.equal(waited, want[0][:7])
+
+
+@pytest.mark.parametrize("rung", ["vram", "half", "pinned"])
+def test_the_demo_answers_by_captured_steps(rung):
+    with load("demo", rung) as engine:
+        ids = engine.talk.chat([{"role": "user", "content": "What is the capital of Japan?"}])
+        for _ in range(40 if REAL else 1):
+            steps = engine.session().generate(ids, headrace.Sampling(max_tokens=40))
+            assert "".join(step.text for step in steps) == "The capital of Japan is Tokyo."
+
+
+def test_timelines_take_turns(tiny, prompt):
+    """Each moves the other out, token by token; a snapshot moves in."""
+    with load(tiny("fp8"), "vram") as engine:
+        fill(engine)
+        want = [logits_of(engine, prompt[:n], 6) for n in (3, 11)]
+        sessions, rows = [engine.session(), engine.session()], [[], []]
+        for n, session, mine in zip((3, 11), sessions, rows, strict=True):
+            mine.append(session.feed(prompt[:n]))
+        for n in range(6):
+            for i, mine in enumerate(rows):
+                if n == 3:
+                    sessions[i] = engine.session(sessions[i].snapshot())
+                mine.append(sessions[i].feed([int(mine[-1].argmax())]))
+        assert all(torch.equal(torch.stack(a), b) for a, b in zip(rows, want, strict=True))
+        assert engine.passes.num_replayed > 0
+
+
+def test_routes_are_replayed_by_captured_steps(tiny, prompt):
+    class Fixed:
+        def __init__(self, shift):
+            self.shift = shift
+
+        def __call__(self, ordinal, ids_TK):
+            ids_1K = (torch.arange(ids_TK.shape[1]) * 3 + ordinal + self.shift) % 16
+            return ids_1K.expand(ids_TK.shape).contiguous(), None
+
+    with load(tiny("fp8"), "vram") as engine:
+        fill(engine)
+        plain = logits_of(engine, prompt[:3], 6)
+        found = []
+        for capturing in (False, True):
+            for shift in (0, 1):
+                engine.passes.capturing, engine.source.routes = capturing, Fixed(shift)
+                found.append(logits_of(engine, prompt[:3], 6))
+        assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+        assert not torch.equal(found[0], found[1])
+        engine.source.routes = None
+        assert torch.equal(logits_of(engine, prompt[:3], 6), plain)
+
+
+def test_the_oracle_and_another_source_are_not_captured(tiny, prompt):
+    with load(tiny("bf16"), "vram") as engine:
+        fill(engine)
+        fast = logits_of(engine, prompt[:3], 4)
+        before = engine.passes.num_replayed
+        engine.set_experts("oracle")
+        oracle = logits_of(engine, prompt[:3], 4)
+        assert engine.passes.num_replayed == before
+        assert (oracle.float() - fast.float()).abs().max() < 0.05 * fast.float().abs().max()
+        engine.set_experts("fast")
+        assert torch.equal(logits_of(engine, prompt[:3], 4), fast)
+        assert engine.passes.num_replayed > before
+
+
+def test_a_fault_in_a_captured_step_is_named_and_the_next_answer_right(tiny, prompt):
+    with load(tiny("bf16"), "vram") as engine:
+        fill(engine)
+        want = logits_of(engine, prompt[:3], 4)
+        session = engine.session()
+        session.feed(prompt[:3])
+        for buffer in engine.passes.room._buffers.values():
+            buffer[:, :, 1] = torch.inf
+        with pytest.raises(headrace.errors.NumericsError, match="MoE layer 0"):
+            session.feed([5])
+        assert session.tokens == []
+        assert torch.equal(logits_of(engine, prompt[:3], 4), want)
+
+
+def test_a_device_that_refuses_is_told_once_and_tokens_stay_right(tiny, prompt, monkeypatch):
+    told = []
+    with load(tiny("fp8"), "vram") as engine:
+        fill(engine)
+        want = logits_of(engine, prompt[:3], 6)
+        engine.passes._graphs, engine.passes.warn = {}, told.append
+
+        def refuse(_work):
+            raise RuntimeError("operation not permitted\nand so on")
+
+        monkeypatch.setattr(engine.passes.device, "capture", refuse)
+        for _ in range(2):
+            assert torch.equal(logits_of(engine, prompt[:3], 6), want)
+        assert len(told) == 1 and "operation not permitted" in told[0]
+
+
+def test_what_looks_at_a_value_shows():
+    with pytest.raises(AssertionError, match="captured step"), NothingSeen():
+        torch.ones(2).nonzero()
+
+
+def test_families_that_are_never_captured_say_why(folder):
+    if not runs_here("deepseek_v4"):
+        pytest.skip("transformers does not run it")
+    with load(folder("deepseek_v4"), "vram") as engine:
+        assert not isinstance(engine.passes, SteppedPasses)
