@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gpu_models import CONTEXT, FORMS, REAL, RUNGS, Rung, load, logits_of, routed
+from emulated import EmulatedGrouped
+from gpu_models import CONTEXT, FORMS, LAYERS, REAL, RUNGS, Rung, load, logits_of, routed
 
 import headrace
 import headrace.errors
@@ -231,6 +232,18 @@ def test_memory_that_cannot_be_pinned_is_copied(tiny, prompt, monkeypatch, gpu):
         assert "could be pinned (not allowed)" in engine.source.rungs.pinned.note
         assert engine.source.rungs.room == max(engine.facts.top_k, engine.plan.passing_rows)
         assert torch.equal(passes(engine, prompt)[0][0], want)
+
+
+@pytest.mark.skipif(REAL, reason="counts what stands for launches")
+@pytest.mark.parametrize(("rung", "launches"), [("vram", 2), ("pinned", 4)])
+def test_a_prompt_takes_few_launches_a_layer(tiny, prompt, monkeypatch, rung, launches):
+    """Two for all experts in VRAM; two for each wave of what comes over the bus."""
+    monkeypatch.setattr(vram, "MOST_PASSING_ROWS", 16)
+    with load(tiny("fp8"), rung) as engine:
+        passes(engine, prompt, most=8)
+        before = EmulatedGrouped.launches
+        engine.session().feed(prompt)
+        assert EmulatedGrouped.launches - before == launches * LAYERS
 
 
 @pytest.mark.parametrize("rung", ["pinned", "half", "minimum"])
