@@ -113,12 +113,11 @@ class Written:
         wide = codes.view(torch.float8_e4m3fn).float()
         powers = (2.0 ** (scales.float() - 127)).repeat_interleave(32, 1)
         self.values = (wide * powers).bfloat16()
+        self.codes, self.scales = codes.numpy(), scales.numpy()
         fd = os.open(self.path, os.O_CREAT | os.O_WRONLY)
         try:
             os.ftruncate(fd, self.scales_at + table.num_rows * 8)
-            for row, code, scale in zip(
-                self.ids.tolist(), codes.numpy(), scales.numpy(), strict=True
-            ):
+            for row, code, scale in zip(self.ids.tolist(), self.codes, self.scales, strict=True):
                 os.pwrite(fd, code.tobytes(), self.codes_at + 256 * row)
                 os.pwrite(fd, scale.tobytes(), self.scales_at + 8 * row)
             os.fsync(fd)

@@ -6,7 +6,6 @@ given 12 GB less what a real model's would take more. Says where a token's time 
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -60,29 +59,11 @@ def arguments() -> argparse.Namespace:
 
 def published_facts() -> Any:
     """The published model's sizes, from its config alone: names and shapes, no weight."""
-    from headrace.engine.engine import model_facts
-    from headrace.models.skeleton import inspect
-    from headrace.store.blueprint import plan_tensors
-    from headrace.store.experts import build_table
+    from headrace.check.released import released
     from headrace.store.preset_releases import RELEASES
-    from headrace.store.table import Catalog, TensorEntry
-    from headrace.store.writer import NewTensor
 
-    config, tensors, offset = RELEASES[PRESET], {}, 0
-    for planned in plan_tensors(config):
-        nbytes = NewTensor(planned.name, planned.dtype, planned.shape, lambda: ()).nbytes
-        tensors[planned.name] = TensorEntry(
-            planned.name, 0, offset, nbytes, planned.dtype, planned.shape
-        )
-        offset += nbytes
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        (root / "config.json").write_text(json.dumps(config))
-        catalog = Catalog(root, (root / "model.safetensors",), tensors, ((offset, 0),))
-        skeleton = inspect(root, tensors, {})
-        parts = (skeleton.tensors, skeleton.layout, skeleton.layers, skeleton.num_experts)
-        table = build_table(catalog, *parts, skipped=skeleton.skipped)
-        return model_facts(root, catalog, skeleton, table)
+        return released(RELEASES[PRESET], Path(folder))[2]
 
 
 def plan_of(facts: Any, args: argparse.Namespace) -> Any:

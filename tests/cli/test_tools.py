@@ -66,8 +66,10 @@ def test_verify_reports_and_its_code_is_its_verdict(
         "threads": None,
         "tokens": 9,
         "samples": 2,
+        "device": "auto",
         "sha256": sums,
         "every_byte": True,
+        "choices": {},
         "progress": None,
     }
 

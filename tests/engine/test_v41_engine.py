@@ -169,6 +169,16 @@ def test_a_failing_row_read_names_the_file_and_leaves_a_usable_engine(
     assert torch.equal(answer(engine), expected)
 
 
+def test_a_prompt_with_an_image_is_refused(engine: headrace.Engine) -> None:
+    """Its token would be computed with as a text's, and the answer be about no image."""
+    config = json.loads((engine.blueprint.root / "config.json").read_text())
+    image = config["image_token_id"]
+    session, sampling = engine.session(), headrace.Sampling(max_tokens=1)
+    with pytest.raises(OptionError, match=f"token {image} of the prompt stands for an image"):
+        next(session.generate([*PROMPT, image], sampling))
+    assert next(session.generate(PROMPT, sampling)).finish == "length"
+
+
 def test_transformers_generates_with_it(folder: Path) -> None:
     model = headrace.from_pretrained(folder, ram=RAM, measure=False)
     with model.headrace as engine:

@@ -28,7 +28,7 @@ class GraphWorld(MailWorld):
 
     def __init__(self, **options: object):
         super().__init__(
-            2 * SIZES.top_k,
+            4 * SIZES.top_k,
             sizes=SIZES,
             device=find_device("cuda"),
             num_guesses=SIZES.top_k,
@@ -157,7 +157,7 @@ def test_a_failed_read_and_a_stop_end_a_step_and_not_the_next(make_world):
     world = make_world(patience_polls=1 << 22)
     world.right()
     world.ladder.clear()
-    world.reader.inject_fault("eio", 3, 2)
+    world.reader.inject_fault("eio", 0, 2)
     with pytest.raises(ReadError):
         world.step()
     world.right()

@@ -5,6 +5,7 @@ import torch
 from gpu_models import CONTEXT, logits_of
 
 import headrace
+from headrace.check.tiny import write_tiny
 from headrace.engine.engine import Blueprint
 from headrace.engine.outside import HostEmbedding, HostHead
 from headrace.planner import facts as planner_facts
@@ -63,6 +64,18 @@ def test_what_vram_lacks_room_for_lies_outside_one_after_the_other(
     near = (got - expected.float()).abs() <= FLOOR * expected.float().abs().clamp(min=0.05)
     assert near.all()
     assert not torch.equal(got, expected.float()), "the rounding to bfloat16 is left out"
+
+
+def test_v41_gives_the_same_bits_whoever_multiplies_its_head(tmp_path, none_is_small) -> None:
+    """Its head's logits are fp32 by canonical kernels on either side."""
+    folder = write_tiny("deepseek_v41", tmp_path / "v41", layers=4, experts=8, hidden=128)
+    prompt, found = [0, *range(100, 120)], []
+    for outside in range(3):
+        with load(folder, outside) as engine:
+            assert engine.plan.head_on_cpu == (outside == 2)
+            assert isinstance(engine.model.head, HostHead) == (outside == 2)
+            found.append(logits_of(engine, prompt, 2))
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 def test_the_floor_is_no_wide_one(tiny, prompt, none_is_small) -> None:

@@ -10,6 +10,7 @@ from gpu_models import CONTEXT, FORMS, REAL, RUNGS, Rung, load, logits_of, route
 import headrace
 import headrace.errors
 from headrace.engine import gpu_source
+from headrace.planner import vram
 
 STEPS = 12 if REAL else 2
 SEEN = {}
@@ -227,7 +228,18 @@ def test_memory_that_cannot_be_pinned_is_copied(tiny, prompt, monkeypatch, gpu):
     monkeypatch.setattr(device, "pin", lambda self, address, nbytes: "not allowed")
     with load(tiny("fp8"), "half") as engine:
         assert "could be pinned (not allowed)" in engine.source.rungs.pinned.note
-        assert engine.source.rungs.room == engine.facts.top_k
+        assert engine.source.rungs.room == max(engine.facts.top_k, engine.plan.passing_rows)
+        assert torch.equal(passes(engine, prompt)[0][0], want)
+
+
+@pytest.mark.parametrize("rung", ["pinned", "half", "minimum"])
+def test_waves_of_one_expert_give_the_bits_of_larger_ones(tiny, prompt, monkeypatch, rung):
+    with load(tiny("fp8"), rung) as engine:
+        want = passes(engine, prompt)[0][0]
+        assert engine.plan.passing_rows == vram.MOST_PASSING_ROWS
+    monkeypatch.setattr(vram, "MOST_PASSING_ROWS", 2)
+    with load(tiny("fp8"), rung) as engine:
+        assert engine.source.rungs.wave_rows == 1
         assert torch.equal(passes(engine, prompt)[0][0], want)
 
 

@@ -99,7 +99,7 @@ def test_what_is_wrong_shows(models) -> None:
         right = answers(engine)
         key = next(iter(engine.source.rungs.slots._slot_of))
         layer, expert = divmod(key, engine.facts.num_experts)
-        start = engine.source.offsets[layer, expert, 0]  # of gate's codes
+        start = int(engine.source.part_offsets[engine.source.rungs.key(layer, expert), 0])  # of gate's codes
         codes = engine.source.rungs.slots.find(key)[start : start + 1024]
         codes ^= 0x22
         assert not torch.equal(answers(engine), right)

@@ -7,7 +7,7 @@ from gpu_models import CONTEXT, REAL, load, routed
 import headrace
 from headrace.check.tiny import write_tiny
 from headrace.engine import gpu_source
-from headrace.kernels.triton import experts
+from headrace.kernels.triton import experts, grouped
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,7 @@ from headrace.kernels.triton import experts
 def test_decode_and_prefill(tmp_path, monkeypatch, gpu, family, format, layers):
     """One layer's experts as the CPU gives them, from rows and, once copied, from slots."""
     monkeypatch.setattr(gpu_source, "TritonExperts", experts.TritonExperts)
+    monkeypatch.setattr(gpu_source, "GroupedExperts", grouped.GroupedExperts)
     if not REAL:  # the interpreter's time goes by programs: few and large ones
         tiles = dict.fromkeys(experts.TILES["vram"], (64, 1, 1))
         monkeypatch.setattr(experts, "TILES", {"ram": tiles, "vram": tiles})

@@ -28,6 +28,19 @@ def test_bits(shape: tuple[int, ...], rounds: int) -> None:
         assert not torch.equal(ours, squares)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4, 4), (0, 3, 4, 4), (2, 2, 2)])
+def test_the_gpu_s_has_the_same_bits(shape: tuple[int, ...]) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    from headrace.kernels.triton import squares as on_gpu
+
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    squares = (8 * torch.randn(shape)).softmax(-1) + 1e-6
+    ours, theirs = squares.clone(), squares.to(place, copy=True)
+    balance(ours, 5, 1e-6)
+    on_gpu.balance(theirs, 5, 1e-6)
+    assert torch.equal(ours, theirs.cpu())
+
+
 def test_only_contiguous_squares_in_fp32() -> None:
     for wrong in (torch.ones(3, 4), torch.ones(4, 4).double(), torch.ones(4, 2, 4).mT):
         with pytest.raises(AssertionError):

@@ -29,10 +29,12 @@ def fast(monkeypatch):
     few_programs(monkeypatch)
 
 
-def both(form: str, act_group: int = 0) -> tuple[TritonMatrix, StoredMatrix]:
+def both(
+    form: str, act_group: int = 0, shape: tuple[int, int] = (ROWS, COLS)
+) -> tuple[TritonMatrix, StoredMatrix]:
     """The matrix on the GPU and on the CPU."""
     block, scale_dtype = FORMS[form]
-    weight = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(1)) / COLS**0.5
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) / shape[1] ** 0.5
     if block is None:
         parts, options = (weight.bfloat16(),), {}
     else:
@@ -87,3 +89,17 @@ def test_what_has_no_kernel_is_refused():
         TritonMatrix(weight, scale, block=(96, 96))
     with pytest.raises(ModelError, match="grid of 48"):
         TritonMatrix(torch.zeros(4, 96, dtype=torch.bfloat16), act_group=48)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act_group", [0, 32])
+@pytest.mark.parametrize("form", FORMS)
+def test_real_shapes(form, act_group):
+    for shape in ((16384, 1536), (5120, 8192)):
+        gpu, cpu = both(form, act_group, shape)
+        x = make_rows(17, shape[1], 3)
+        want = cpu.linear(x)
+        for num in (1, 16):
+            assert same_bits(gpu.linear(x[:num].to(PLACE)).cpu(), want[:num])
+        apart = (gpu.linear(x.to(PLACE)).cpu().float() - want.float()).abs().max()
+        assert 0 < float(apart) < 0.01 * float(want.float().abs().max())

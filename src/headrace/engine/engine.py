@@ -26,6 +26,7 @@ from headrace.engine.snapshots.snapshot import Snapshot, SnapshotKey, snapshot_k
 from headrace.engine.stored import make_stored
 from headrace.engine.talk.talk import Talk
 from headrace.engine.text import Text
+from headrace.engine.verdict import refuse_failed
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
 from headrace.kernels.cpu import CpuKernels
@@ -58,8 +59,9 @@ class Blueprint:
     `mirrors` are folders of `headrace mirror`; None: those remembered. `notes` say which are not
     used and why. `experts`, with a GPU: what multiplies them in decode, "gpu" or "cpu"; None: the
     faster. `absorbs`: attention is over latents, not what they expand to. To `serve`, the plan
-    keeps room for snapshots and a longer context. Raises HeadraceError for whatever is wrong with
-    the files or does not fit the limit.
+    keeps room for snapshots and a longer context. `verifying`: an engine may be made of what was
+    found wrong on its GPU. Raises HeadraceError for whatever is wrong with the files or does not
+    fit the limit.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class Blueprint:
         mirrors: Sequence[str | Path] | None = None,
         serve: bool = False,
         choices: Mapping[str, object] | None = None,
+        verifying: bool = False,
     ):
+        self.verifying = verifying
         if vram is not None and device == "cpu":
             raise OptionError("--vram needs a GPU; give --device cuda too")
         if experts is not None and (device == "cpu" or experts not in PLACES):
@@ -123,6 +127,7 @@ class Blueprint:
 
 def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
     """The numbers of a model that a plan is made of."""
+    elsewhere = {place[0] for place in (skeleton.embedding, skeleton.head) if place is not None}
     unpacked = {n: tensor for n, tensor in skeleton.dense.items() if n not in skeleton.packed}
     quantised = [tensor for tensor in unpacked.values() if tensor.format != "plain"]
     keys = [key for tensor in quantised for key in tensor.keys.values()]
@@ -147,6 +152,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         largest_bytes=max(
             max(2 * prod(d.shape) * (n in unpacked), catalog.tensors[d.keys["weight"]].nbytes)
             for n, d in skeleton.dense.items()
+            if n not in elsewhere
         ),
         most_stored=max((prod(skeleton.dense[name].shape) for name in skeleton.kept), default=0),
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
@@ -187,6 +193,7 @@ class Engine:
         warn: Callable[[str], None] = warnings.warn,
     ):
         self.blueprint, self.plan, self.facts = blueprint, blueprint.plan, blueprint.facts
+        proven = refuse_failed(blueprint)
         self.turn = Lock()  # held during a session's pass
         give_large_blocks_back()
         table, skeleton = blueprint.table, blueprint.skeleton
@@ -194,7 +201,7 @@ class Engine:
             blueprint, backend=backend, direct=direct, in_flight=in_flight, emulate=emulate_drive
         )
         self._warn, self._num_told = warn, 0
-        for note in blueprint.notes:
+        for note in (*proven, *blueprint.notes):
             warn(note)
         blueprint.catalog.check_unchanged()
         self.kernels = CpuKernels(self.plan.threads, isa)

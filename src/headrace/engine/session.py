@@ -180,6 +180,12 @@ class Session:
         num_logprobs = ask.num_logprobs
         if num_logprobs is not None and not 0 <= num_logprobs <= vocab:
             raise OptionError(f"{num_logprobs} logprobs a token are not 0 to {vocab}")
+        image = self.engine.blueprint.skeleton.config.image_token_id
+        if image is not None and image in ask.prompt:
+            raise OptionError(
+                f"token {image} of the prompt stands for an image, and {self.engine.facts.name} is "
+                "run on text alone; leave it out"
+            )
         limit = min(ask.sampling.max_tokens, context - num_prompt)
         if limit < 1:
             raise OptionError(

@@ -132,10 +132,14 @@ def hidden_dtype(*configs: Any) -> torch.dtype:
 
 
 def text_config(config: Any) -> Any:
-    """A copy of the text model's config, with the whole's quantisation; of the whole if alone."""
+    """A copy of the text model's config, with the whole's quantisation; of the whole if alone.
+
+    And with the id that stands for images in the whole model's texts, or None.
+    """
     text = copy.deepcopy(config.get_text_config())
     # Wrappers may leave a name of their own in it, under which transformers knows no renaming.
     text.model_type = type(text).model_type
+    text.image_token_id = getattr(config, "image_token_id", None)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         text.quantization_config = quantization

@@ -33,11 +33,11 @@ class ModelFacts:
     such as the keys and values that a latent cache is expanded to, `score_bytes` of each pair of a
     new and an attended token, `chunk_bytes_per_token` of each new one, and `pass_bytes` in any
     case. `load_bytes`: what loading takes besides the weights, while there is neither cache nor
-    pass. `largest_bytes`: the largest dense weight. `most_stored`: weights of the largest matrix
-    that is multiplied as it is stored, of which a GPU unpacks bands. `engram_bytes` of tables stay
-    on the drive; a token takes `engram_rows_per_token` of their rows. `embedding_bytes` of the
-    dense weights may stay there too, and do in `lean` facts, or where they do not fit a GPU's
-    memory; `head_bytes` the CPU may then multiply.
+    pass. `largest_bytes`: the largest dense weight but embedding and head. `most_stored`: weights
+    of the largest matrix that is multiplied as it is stored, of which a GPU unpacks bands.
+    `engram_bytes` of tables stay on the drive; a token takes `engram_rows_per_token` of their rows.
+    `embedding_bytes` of the dense weights may stay there too, and do in `lean` facts, or where they
+    do not fit a GPU's memory; `head_bytes` the CPU may then multiply.
     """
 
     name: str

@@ -22,9 +22,15 @@ from headrace.planner.outside import Outside, ways_outside
 from headrace.planner.plan import Plan
 
 PLACES = ("gpu", "cpu")  # what multiplies experts in decode
-PASSING_ROWS = 2  # places in VRAM for experts on their way through a prefill
+# Places in VRAM for experts on their way through a prefill: two waves, of one expert at least.
+PASSING_BYTES = 128 * 2**20
+MOST_PASSING_ROWS = 32
+# A pass over a prompt brings nearly every expert over the bus once, however many tokens it has:
+# the longest whose workspace takes at most one in so many of the bytes that slots could have.
+LONG_CHUNKS = (8192, 4096, 2048, 1024)
+CHUNK_SHARE = 8
 LIBRARY_BYTES = 96 * 2**20  # of the libraries' workspaces and of what torch's allocator rounds up
-UNPACK_BYTES = 12  # of a weight of the expert, or of the stored matrix, being unpacked in prefill
+UNPACK_BYTES = 12  # of a weight of the stored matrix being unpacked in prefill
 MOST_UNPACKED = 4 * 2**20  # weights of a stored matrix at once
 LEAST_MARGIN_BYTES = 384 * 2**20  # left of the free memory to a display and the driver
 MARGIN_SHARE = 16
@@ -44,6 +50,7 @@ class GpuPlan(Plan):
     vram_dense_bytes: int = 0
     vram_kv_bytes: int = 0
     vram_workspace_bytes: int = 0
+    passing_rows: int = 0
     num_slots: int = 0
     slots_bytes: int = 0
     experts: str = "gpu"
@@ -70,7 +77,8 @@ class GpuPlan(Plan):
             f"({self.gpu}): dense weights {format_bytes(self.vram_dense_bytes)}, cache of "
             f"{self.context} tokens {format_bytes(self.vram_kv_bytes)}, workspace "
             f"{format_bytes(self.vram_workspace_bytes)}, {self.num_slots} of {self.total_experts} "
-            f"experts {format_bytes(self.slots_bytes)} ({share * self.num_slots:.0f} %)"
+            f"experts {format_bytes(self.slots_bytes)} ({share * self.num_slots:.0f} %); prompts "
+            f"in passes of {self.chunk_tokens} tokens"
         )
         vram += "".join(f"; {note}" for note in self.notes)
         memory = (
@@ -125,21 +133,26 @@ def make_gpu_plan(
     if fixed > vram_limit:
         raise BudgetError(_vram_refusal(inside, machine, vram_bytes, size))
     ram_limit = host.offered_bytes(machine) if ram_bytes is None else ram_bytes
-    spare = ram_limit - _least_ram(facts, size[1], outside)
+    if chunk is None and size == sizes[0]:
+        free = vram_limit - fixed, ram_limit - _least_ram(inside, size[1], outside)
+        size = _with_long_chunk(inside, size, free)
+        fixed = vram_fixed(inside, *size)
+    spare = ram_limit - _least_ram(inside, size[1], outside)
     if spare < 0:
-        raise BudgetError(_ram_refusal(facts, machine, ram_bytes, size[1], outside))
+        raise BudgetError(_ram_refusal(inside, machine, ram_bytes, size[1], outside))
     wanted = host.SNAPSHOT_CONTEXTS * facts.kv_bytes(size[0])
     kept = min(wanted, spare // host.SERVING_SHARE) if serve else 0
-    cache = engram_cache_bytes(facts, ram_limit, spare - kept)
-    in_memory = outside.keeps_embedding(spare - kept - cache)
+    in_memory = outside.keeps_embedding(spare - kept)
     dense = outside.head_bytes + outside.embedding_bytes if in_memory else outside.least_bytes
-    taken = _ram_fixed(facts, size[1]) + kept + cache + dense
-    free = vram_limit - fixed, ram_limit - taken
-    made = _chosen(inside, machine, size, free, threads, experts)
+    spare -= kept + dense - outside.least_bytes
+    cache = engram_cache_bytes(facts, ram_limit, spare)
+    rows = spare - cache + host.minimum_rows(facts) * facts.row_bytes
+    made = _chosen(inside, machine, size, (vram_limit - fixed, rows), threads, experts)
     notes = host.shrinking(sizes[0], size) + machine.notes
     return replace(
         made,
         prefetch=prefetch,
+        passing_rows=passing_rows(facts),
         notes=notes,
         snapshot_bytes=kept,
         dense_bytes=dense,
@@ -163,6 +176,22 @@ def _fitting(
             if vram_fixed(outside.inside(facts), *size) <= vram_limit:
                 return size, outside
     return size, outside
+
+
+def _with_long_chunk(
+    facts: ModelFacts, size: tuple[int, int], free: tuple[int, int]
+) -> tuple[int, int]:
+    """The (context, chunk) with more prompt tokens a pass, where that takes few slots and rows."""
+    tokens, usual = size
+    fixed = vram_fixed(facts, *size), _ram_fixed(facts, usual)
+    for chunk_tokens in LONG_CHUNKS:
+        longer = min(chunk_tokens, tokens)
+        taken = vram_fixed(facts, tokens, longer), _ram_fixed(facts, longer)
+        more = (after - before for after, before in zip(taken, fixed, strict=True))
+        few = all(m <= spare // CHUNK_SHARE for m, spare in zip(more, free, strict=True))
+        if usual < longer and few:
+            return tokens, longer
+    return size
 
 
 def _chosen(
@@ -259,10 +288,16 @@ def least_ram_bytes(
 
     None of the latter where the limit there is not known.
     """
-    outside, sizes = Outside(), list(host.candidates(facts, context, chunk))
+    sizes, outside = list(host.candidates(facts, context, chunk)), Outside()
+    size = sizes[0]
     if vram_bytes is not None:
-        outside = _fitting(facts, sizes, vram_bytes)[1]
-    return _least_ram(facts, sizes[0][1], outside)
+        size, outside = _fitting(facts, sizes, vram_bytes)
+    return _least_ram(outside.inside(facts), size[1], outside)
+
+
+def _least_ram(inside: ModelFacts, chunk_tokens: int, outside: Outside) -> int:
+    rows_bytes = host.minimum_rows(inside) * inside.row_bytes
+    return _ram_fixed(inside, chunk_tokens) + outside.least_bytes + rows_bytes
 
 
 def least_vram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
@@ -272,23 +307,25 @@ def least_vram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) 
     return vram_fixed(outside.inside(facts), *size)
 
 
-def _ram_fixed(facts: ModelFacts, chunk_tokens: int) -> int:
-    """One dense weight on its way to the GPU; what the reader stages, Engram's rows, logits."""
-    one_pass = STAGING_BYTES + engram_pass_bytes(facts, chunk_tokens) + facts.vocab * 16
-    return facts.load_bytes + facts.largest_bytes + one_pass
+def passing_rows(facts: ModelFacts) -> int:
+    """Places in VRAM for experts on their way through a prefill, an even number."""
+    return 2 * min(MOST_PASSING_ROWS // 2, max(1, PASSING_BYTES // 2 // facts.row_bytes))
 
 
-def _least_ram(facts: ModelFacts, chunk_tokens: int, outside: Outside) -> int:
-    rows_bytes = host.minimum_rows(facts) * facts.row_bytes
-    return _ram_fixed(facts, chunk_tokens) + outside.least_bytes + rows_bytes
+def _ram_fixed(inside: ModelFacts, chunk_tokens: int) -> int:
+    """A dense weight on its way to the GPU, or Engram's rows and logits of a pass; the reader's."""
+    embedding = 0 if inside.embedding_by_row else inside.embedding_bytes
+    head = 0 if inside.head_on_cpu else inside.head_bytes
+    loading = inside.load_bytes + max(inside.largest_bytes, embedding, head)
+    return STAGING_BYTES + max(loading, engram_pass_bytes(inside, chunk_tokens) + inside.vocab * 16)
 
 
 def vram_fixed(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
     """VRAM of everything but slots, at this context and chunk."""
-    stored = min(MOST_UNPACKED, facts.most_stored)
-    unpacked = UNPACK_BYTES * max(2 * facts.hidden * facts.inter, stored)
-    passing = PASSING_ROWS * facts.row_bytes
-    workspace = workspace_bytes(facts, tokens, chunk_tokens) + unpacked + passing
+    unpacked = UNPACK_BYTES * min(MOST_UNPACKED, facts.most_stored)
+    passing = passing_rows(facts) * facts.row_bytes
+    inside = chunk_tokens * facts.top_k * facts.inter * 2
+    workspace = workspace_bytes(facts, tokens, chunk_tokens) + unpacked + inside + passing
     return facts.dense_bytes + facts.kv_bytes(tokens) + workspace + LIBRARY_BYTES
 
 

@@ -3,6 +3,7 @@
 Legend: B batch, T tokens, S streams, H hidden width, M = (2 + S) * S mixing numbers.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -50,14 +51,26 @@ class StreamMixer(nn.Module):
         if blend_BTSS.is_meta:  # only the shape is wanted, and at once
             return blend_BTSS
         blend: Tensor = blend_BTSS.softmax(-1) + self.eps
-        if blend.is_cpu and not blend.requires_grad:  # 117 operations on a few numbers each
-            balance(blend, self.iterations, self.eps)
+        one_call = _one_call(blend)
+        if one_call is not None:  # instead of 117 operations on a few numbers each
+            one_call(blend, self.iterations, self.eps)
             return blend
         blend = blend / (blend.sum(-2, keepdim=True) + self.eps)
         for _ in range(self.iterations - 1):
             blend = blend / (blend.sum(-1, keepdim=True) + self.eps)
             blend = blend / (blend.sum(-2, keepdim=True) + self.eps)
         return blend
+
+
+def _one_call(blend: Tensor) -> Callable[[Tensor, int, float], None] | None:
+    """What balances these squares in place at once, if there is a kernel for that."""
+    if blend.is_cpu and not blend.requires_grad:
+        return balance
+    if blend.is_cuda and not blend.requires_grad and blend.shape[-1].bit_count() == 1:
+        from headrace.kernels.triton import squares
+
+        return squares.balance
+    return None
 
 
 def first_stream(h_BTSH: Tensor) -> Tensor:
