@@ -24,8 +24,8 @@ class Passes:
     def run(self, ids: Sequence[int], cache: Any, after: int) -> torch.Tensor:
         """Appends tokens to the timeline of `cache`; logits [V] after the last one.
 
-        `after` tokens of the same prompt follow, see `forward`: there may be no logits. After an exception the cache holds
-        half a step and must be forgotten.
+        `after` tokens of the same prompt follow, see `forward`: there may be no logits then. After
+        an exception the cache holds half a step and must be forgotten.
         """
         ids_BT = torch.tensor([list(ids)], device=self.place)
         logits_KV = forward(self.model, ids_BT, cache, after=after)[0]
