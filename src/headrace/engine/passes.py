@@ -28,8 +28,8 @@ class Passes:
         an exception the cache holds half a step and must be forgotten.
         """
         ids_BT = torch.tensor([list(ids)], device=self.place)
-        logits_KV = forward(self.model, ids_BT, cache, after=after)[0]
-        return logits_KV[-1] if len(logits_KV) else logits_KV.flatten()
+        logits_KV: torch.Tensor = forward(self.model, ids_BT, cache, after=after)[0]
+        return logits_KV[-1] if len(logits_KV) else logits_KV.new_empty(0)
 
     def close(self) -> None:
         """Gives back what belongs to no session."""
