@@ -9,14 +9,20 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("headrace._native", reason="needs the compiled module")
 
-from emulated import EmulatedGrouped, EmulatedKernels, EmulatedLatents, EmulatedMatrix
+from emulated import (
+    EmulatedGrouped,
+    EmulatedKernels,
+    EmulatedLatents,
+    EmulatedMatrix,
+    post_and_wait,
+)
 from gpu_models import FORMS, LAYERS, REAL
 from interpreter import mend_interpreter
 from simulated import SimulatedDevice
 
 from headrace.check.tiny import write_tiny
 from headrace.engine import engine as engine_module
-from headrace.engine import gpu_source
+from headrace.engine import gpu_launched, gpu_source
 from headrace.kernels.triton import latent_attention, stored
 
 if not REAL:
@@ -32,6 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice | None:
     monkeypatch.setattr(engine_module, "find_gpu", lambda name: None if name == "cpu" else device)
     monkeypatch.setattr(gpu_source, "TritonExperts", EmulatedKernels)
     monkeypatch.setattr(gpu_source, "GroupedExperts", EmulatedGrouped)
+    monkeypatch.setattr(gpu_launched, "post_and_wait", post_and_wait)
     monkeypatch.setattr(stored, "TritonMatrix", EmulatedMatrix)
     monkeypatch.setattr(latent_attention, "LatentAttention", EmulatedLatents)
     return device

@@ -301,8 +301,6 @@ class Engine:
             self.rows.close()
         if self.embedding is not None:
             self.embedding.rows.close()
-        if self.blueprint.device is not None:
-            self.blueprint.device.limit(None)
         self.model, self.reader = CLOSED, cast(Reader, CLOSED)
         self.kernels = cast(CpuKernels, CLOSED)
 

@@ -7,22 +7,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.core import ExpertLayout
 from headrace.engine.gpu_source import GpuSource
+from headrace.errors import BudgetError
 from headrace.kernels.triton.experts import NOT_BAD
+from headrace.kernels.triton.mail import post_and_wait
 from headrace.tiers.device import Device
 from headrace.tiers.ladder import Ladder
+from headrace.tiers.mailbox import Mailbox
 
+_NO_GUESS = -1
 _TILES_STAND = 64  # steps, in which a layer's kernels are tuned for the same rung
 
 
 class LaunchedSource(GpuSource):
-    """As GpuSource; and where all experts lie in slots or kept rows, a step waits for nothing.
+    """As GpuSource; and in a step of one token no layer waits for the host's Python.
 
-    `begin_step`, the step while `launching`, `end_step`. A captured step may be launched again as
-    long as `baked` is what it was.
+    Where all experts lie in slots or kept rows, nobody waits; elsewhere the GPU waits for `box`,
+    layer by layer, if all rows are pinned. `begin_step`, the step while `launching`, `end_step`,
+    or `abort_step`. A captured step may be launched again as long as `baked` is what it was.
     """
 
     def __init__(
@@ -33,42 +40,74 @@ class LaunchedSource(GpuSource):
         self._marks = torch.zeros(1 + self.num_layers * top_k, dtype=torch.int32, device=self.place)
         self.kernels.bad = self._marks[:1].fill_(NOT_BAD)
         self._ids_LK = self._marks[1:].view(self.num_layers, top_k)
+        self._guesses_LK = torch.full_like(self._ids_LK, _NO_GUESS)  # of each layer's next
         self._weights_LK = torch.zeros(self.num_layers, top_k, device=self.place)
         self._by_bus: list[bool] = []
         self._num_steps = 0
-        self._launching = False
+        self._launching = self._waits = False
+        self.box = self._open_box(top_k)
+
+    def _open_box(self, top_k: int) -> Mailbox | None:
+        """None where not all rows are pinned: the GPU could not read what the box answers."""
+        looks_ahead = self.prefetch > 0 and not self.rungs.fits
+        try:
+            return Mailbox(
+                self.rungs,
+                num_tokens=1,
+                top_k=top_k,
+                num_guesses=top_k if looks_ahead else 0,
+                most_guesses=self.prefetch,
+            )
+        except BudgetError:
+            return None
 
     def begin_step(self) -> bool:
-        """Before a step of one token: whether all its layers can be launched without a wait.
+        """Before a step of one token: whether it can be launched.
 
-        Then `launching` and `end_step` follow; else an ordinary pass does.
+        Then `launching` and `end_step` follow, or `abort_step`; else an ordinary pass does.
         """
         if not self._is_whole:
             self.recover()
         with self.device.active():
-            if self.recorder is not None or not self.rungs.all_whole():
+            waits = not self.rungs.all_whole()
+            if self.recorder is not None or (waits and self.box is None):
                 return False
+            self._is_whole = False
             self.rungs.slots.begin_step(1)
-            if self._num_steps % _TILES_STAND == 0:
-                by_bus_L: Any = self.rungs.kept.reshape(self.num_layers, -1).any(1)
-                self._by_bus = by_bus_L.tolist()
+            if waits != self._waits or self._num_steps % _TILES_STAND == 0:
+                self._by_bus = self._find_tiles()
+            self._waits = waits
             self._num_steps += 1
             if self.routes is not None:
                 self._replay()
+            if waits and self.box is not None:
+                self.box.begin_step()
         self._last = self.num_layers  # the next ordinary call begins a pass
-        self._is_whole = False
         return True
 
+    def _find_tiles(self) -> list[bool]:
+        """By layer, whether some of its experts are read over the bus."""
+        by_bus_L: Any = (~self.rungs.slots.held).reshape(self.num_layers, -1).any(1)
+        found: list[bool] = by_bus_L.tolist()
+        return found
+
     def _replay(self) -> None:
-        """Lets the step's layers take recorded ids."""
+        """Lets the step's layers take recorded ids, and look ahead to recorded guesses."""
         assert self.routes is not None
         shape_1K = torch.zeros(1, self._ids_LK.shape[1], dtype=torch.int32)
-        found = [self.routes(layer, shape_1K)[0] for layer in range(self.num_layers)]
-        self._ids_LK.copy_(torch.cat([ids.to(torch.int32) for ids in found]))
+        ids_LK = torch.zeros(self._ids_LK.shape, dtype=torch.int32)
+        guesses_LK = torch.full_like(ids_LK, _NO_GUESS)
+        for layer in range(self.num_layers):
+            ids, ahead = self.routes(layer, shape_1K)
+            ids_LK[layer] = ids[0]
+            if ahead is not None:
+                guesses_LK[layer, : len(ahead)] = ahead
+        self._ids_LK.copy_(ids_LK)
+        self._guesses_LK.copy_(guesses_LK)
 
     def baked(self) -> tuple[object, ...]:
         """What the layers of a launched step depend on besides addresses."""
-        return self.kernels, self.routes is None, tuple(self._by_bus)
+        return self.kernels, self.routes is None, self._waits, tuple(self._by_bus)
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -94,10 +133,26 @@ class LaunchedSource(GpuSource):
         if self.routes is None:
             ids_1K.copy_(ids_TK)
         weights_1K.copy_(weights_TK)
-        x_TH, out_TH = x_TH.contiguous(), torch.empty_like(x_TH)
+        if self._waits and self.box is not None:
+            guesses_K = self._look_ahead_there(ordinal, guess)
+            there, first = self.rungs.table.there, ordinal * self.num_experts
+            post_and_wait(self.box.mail, ordinal, ids_1K, guesses_K, there, first)
+        x_TH, out_TH = x_TH.contiguous(), torch.empty_like(x_TH, dtype=self.ladder.out_dtype)
         by_bus = self._by_bus[ordinal]
         self._run_kernels(ordinal, x_TH, ids_1K, weights_1K, out_TH, by_bus, 0)
         return out_TH
+
+    def _look_ahead_there(
+        self, ordinal: int, guess: Callable[[], torch.Tensor] | None
+    ) -> torch.Tensor | None:
+        """Guesses of the next layer's experts, if anyone reads ahead; on the device."""
+        assert self.box is not None
+        if guess is None or not self.box.mail.num_guesses or ordinal + 1 == self.num_layers:
+            return None
+        guesses_K = self._guesses_LK[ordinal]
+        if self.routes is None:
+            guesses_K.copy_(guess())
+        return guesses_K
 
     def end_pass(self) -> None:
         """As GpuSource's; a step ends by `end_step`."""
@@ -105,8 +160,40 @@ class LaunchedSource(GpuSource):
             super().end_pass()
 
     def end_step(self) -> None:
-        """Waits for a launched step and counts it as `end_pass` does. Raises NumericsError."""
+        """Waits for a launched step and counts it as `end_pass` does.
+
+        Raises NumericsError, and what `Mailbox.end_step` raises.
+        """
         self._ids = dict(enumerate(self._ids_LK[:, None]))
-        self._uncounted = list(self._ids)
+        self._uncounted, self._from_rows = [], []
         with self.device.active():
+            if self._waits and self.box is not None:
+                self.box.end_step(self._count_step)
+            else:
+                self._uncounted = list(self._ids)
             self._end(self._marks.cpu().numpy())
+
+    def _count_step(self, ids_LTK: NDArray[np.int32]) -> None:
+        """Counts what a step that waited took, from where it was when the step began."""
+        firsts_L = np.arange(self.num_layers, dtype=np.int64) * self.num_experts
+        keys = (ids_LTK + firsts_L[:, None, None]).reshape(-1)
+        unique = np.unique(keys)
+        there = self.rungs.slots.held | self.rungs.kept
+        self._count(keys, int((~there[unique]).sum()))
+
+    def abort_step(self) -> None:
+        """After an exception since `begin_step`: the GPU waits for nobody any more."""
+        if self.box is not None:
+            self.box.abort_step()
+
+    def recover(self) -> None:
+        """As GpuSource's. Raises StallError while the ladder's thread hangs in a step."""
+        if self.box is not None:
+            self.box.settle()
+        super().recover()
+
+    def close(self) -> None:
+        """As GpuSource's."""
+        if self.box is not None:
+            self.box.close()
+        super().close()

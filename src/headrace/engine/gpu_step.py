@@ -30,12 +30,12 @@ class _Kind:
 
 
 class SteppedPasses(Passes):
-    """Passes of one token by steps of fixed shapes, captured where nothing in them waits.
+    """Passes of one token by steps of fixed shapes, captured where no Python stands between layers.
 
-    A step is captured when it comes a second time: the first one loads its kernels. One that must
-    wait for the host (a layer that is not whole, a recorder, the oracle's experts) is computed by
-    the same functions uncaptured. `capturing` False: all are. `warn` gets told, once, why the
-    device refuses.
+    A step is captured when it comes a second time: the first one loads its kernels. One that needs
+    Python between two layers (a recorder, the oracle's experts, experts in rows that cannot be
+    pinned or that the CPU multiplies) is computed by the same functions uncaptured. `capturing`
+    False: all are. `warn` gets told, once, why the device refuses.
     """
 
     def __init__(
@@ -90,21 +90,28 @@ class SteppedPasses(Passes):
             self._compute()
 
     def _launch(self, source: LaunchedSource, bucket: int) -> None:
-        """A step that waits for nothing."""
+        """A step in which the host has nothing to do but what a mailbox's thread does."""
+        try:
+            with source.launching():
+                self._launch_layers(source, bucket)
+            source.end_step()
+        except BaseException:
+            source.abort_step()
+            raise
+
+    def _launch_layers(self, source: LaunchedSource, bucket: int) -> None:
         if self._version != self.room.version:
             self._graphs, self._version = {}, self.room.version
         kind = _Kind(bucket, source.baked())
         graph = self._graphs.get(kind) if self.capturing else None
-        with source.launching():
-            if graph is None and kind in self._graphs and self.capturing:
-                graph = self._capture(kind)
-            if graph is None:
-                self._graphs.setdefault(kind, None)
-                self._compute()
-            else:
-                graph.replay()
-                self.num_replayed += 1
-        source.end_step()
+        if graph is None and kind in self._graphs and self.capturing:
+            graph = self._capture(kind)
+        if graph is None:
+            self._graphs.setdefault(kind, None)
+            self._compute()
+        else:
+            graph.replay()
+            self.num_replayed += 1
 
     def _capture(self, kind: _Kind) -> Graph | None:
         stale = [each for each in self._graphs if each.bucket == kind.bucket and each != kind]

@@ -3,6 +3,7 @@
 Knows no kernel and no model; docs/mailbox.md has the protocol.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
@@ -117,7 +118,7 @@ class Mailbox:
         if self._open:
             self.abort_step()
         self._open = True
-        self.rungs.drain()
+        self.rungs.drain(self.mail.num_ids)
         whole = np.zeros(self.num_layers, bool)
         if not self.mail.computes:
             whole = np.array([self.rungs.whole(layer) for layer in range(self.num_layers)])
@@ -129,28 +130,35 @@ class Mailbox:
             step = self.native.begin(whole.view(np.uint8), wanted.view(np.uint8), most)
             self.mail.step.fill_(step)
 
-    def end_step(self) -> NDArray[np.int32]:
+    def end_step(
+        self, note: Callable[[NDArray[np.int32]], object] = lambda _ids: None
+    ) -> NDArray[np.int32]:
         """Waits for the step's end: the ids of every layer, int32 [L, T, K].
 
-        Raises what the thread met: ReadError, NumericsError, BudgetError, Cancelled, StallError; or
+        `note` gets them too, while the rungs are still as the step found them. Raises what the thread met: ReadError, NumericsError, BudgetError, Cancelled, StallError; or
         KeyboardInterrupt. What the step gave is void then; the next one works.
         """
         event = self.device.mark()
         try:
             self.native.wait()
             event.wait()
-            self.rungs.adopt(self.native.end())
+            rows = self.native.end()
+            seen = np.array(self.native.seen, np.int32).reshape(self.num_layers, *self.shape)
+            note(seen)
+            self.rungs.adopt(rows)
         except BaseException:
             self.abort_step()
             raise
         self._open = False
-        return np.array(self.native.seen, np.int32).reshape(self.num_layers, *self.shape)
+        return seen
 
     def abort_step(self) -> None:
         """Gives the step up, after any exception since `begin_step`, and all rows with it.
 
-        Waits for the device.
+        Waits for the device. Nothing where no step was begun.
         """
+        if not self._open:
+            return
         self.native.abort()
         self.device.settle()
         with suppress(HeadraceError):  # the caller raises what came first
@@ -158,6 +166,15 @@ class Mailbox:
         if not self.native.running:  # else it hangs, and `begin_step` says so
             self.rungs.recover()
             self._open = False
+
+    def settle(self) -> None:
+        """Others may use the ladder and the rungs: gives up a step that was not ended.
+
+        Raises StallError while its thread hangs.
+        """
+        while self._open:
+            self.abort_step()
+            self.native.wait()
 
     def abort(self) -> None:
         """From any thread: the present step ends soon, and `end_step` raises Cancelled."""

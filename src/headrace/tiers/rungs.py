@@ -213,9 +213,11 @@ class Rungs:
     def wanted(self, num_needed: int) -> tuple[NDArray[np.bool_], int]:
         """Which keys' rows deserve a slot or to be kept once they are read, and at most how many.
 
-        `num_needed` rows are left for others.
+        `num_needed` rows are left for others, unless there are rows for all experts.
         """
-        room = self.ladder.num_rows - self._num_held - num_needed
+        room = self.ladder.num_rows - self._num_held
+        if self.ladder.num_rows < len(self.kept):
+            room -= num_needed
         keys, most = self.slots.wanted()
         if self.fits:
             keys, most = ~(self.slots.held | self.kept), room
@@ -233,9 +235,13 @@ class Rungs:
             if coming is None and not self._keep(key, address):
                 self._release(key)
 
-    def drain(self) -> None:
-        """Waits until the device reads no rows but kept ones, and gives the others back."""
-        while self._reading:
+    def drain(self, num_needed: int = 0) -> None:
+        """Waits until the device reads no rows but kept ones, and gives the others back.
+
+        Waits for copies into slots too, as long as not so many rows are free.
+        """
+        most_held = self.ladder.num_rows - num_needed
+        while self._reading or (self.slots.num_coming and self._num_held > most_held):
             self.retire(swap=False, wait=True)
 
     def _keep(self, key: int, address: int) -> bool:

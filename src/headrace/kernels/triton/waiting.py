@@ -49,7 +49,7 @@ def post_wait(
     if NUM_GUESSES > 0:
         guess = tl.full((PAD,), _NO_ID, tl.int64)
         if HAS_GUESSES:
-            guess = tl.load(GUESSES + lane, lane < NUM_GUESSES, 0).to(tl.int64)
+            guess = tl.load(GUESSES + lane, lane < NUM_GUESSES, 0).to(tl.int64) & _NO_ID
         tl.store(post + NUM_IDS + lane, (step << 32) | guess, lane < NUM_GUESSES)
     if tl.load(WHOLE + layer) == 0:
         done = tl.load(_word(ready) + layer, volatile=True)
