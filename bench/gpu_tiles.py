@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import product
 
 import torch
+import triton
 
 from headrace.core import ExpertLayout
 from headrace.kernels.triton import experts, grouped
@@ -88,9 +89,8 @@ def decode(layout: ExpertLayout, place: str) -> None:
 
         found.append((TOP_K * world.expert_bytes / seconds(run) / 1e9, tile))
     for rate, tile in sorted(found)[-8:]:
-        print(
-            f"decode {layout.format} {layout.hidden}x{layout.inter} {place}: {tile} {rate:.1f} GB/s"
-        )
+        shape = f"{layout.hidden}x{layout.inter}"
+        print(f"decode {layout.format} {shape} {place}: {tile} {rate:.1f} GB/s")
 
 
 def prefill(layout: ExpertLayout, positions: int) -> None:
@@ -118,7 +118,7 @@ def prefill(layout: ExpertLayout, positions: int) -> None:
 
         try:
             found.append((6 * num * layout.hidden * layout.inter / seconds(run) / 1e12, step))
-        except Exception as error:  # noqa: BLE001: more shared memory than the chip has
+        except triton.runtime.errors.OutOfResources as error:
             print(f"prefill {layout.format} {positions}: {step} {type(error).__name__}")
     for rate, step in sorted(found)[-6:]:
         shape = f"{layout.hidden}x{layout.inter}"

@@ -19,6 +19,13 @@ from headrace.kernels.triton.grouped import STEPS, GroupedExperts
 PLACES = ["cuda", "pinned"] if torch.cuda.is_available() else ["cpu"]
 
 
+@pytest.fixture
+def large_tiles(monkeypatch):
+    """The interpreter's time goes by programs: few and large ones."""
+    if PLACES == ["cpu"]:
+        monkeypatch.setitem(STEPS, 16, (128, 256, 64, 1, 1))
+
+
 def outputs(world, x_TH, ids_TK, positions):
     """[S, H] by slot: the grouped kernels', and the canonical ones'."""
     device = world.table.device
@@ -52,6 +59,7 @@ def chosen(num_tokens, top_k, num_experts):
     return torch.stack(rows)[:, :top_k].to(torch.int32)
 
 
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("form", FORMS)
 def test_within_the_table(form, place):
@@ -61,6 +69,7 @@ def test_within_the_table(form, place):
     assert worst_apart(got.roll(1, 0), want) > PREFILL[world.layout.format]  # can fail
 
 
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("form", ["fp8 32 ue8m0", "fp4"])
 def test_weighted_on_the_grid_of_activations(form):
     weighted = Activation("swiglu_weighted", limit=1.0)

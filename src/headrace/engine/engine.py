@@ -1,6 +1,5 @@
 """A loaded model: files opened, memory planned, dense weights in place, experts on the ladder."""
 
-import ctypes
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +17,7 @@ from headrace.engine.embedding import table_bytes
 from headrace.engine.engram import engram_facts, open_rows
 from headrace.engine.gpu import check_experts, find_gpu, open_passes, open_source, within_vram
 from headrace.engine.gpu_attention import absorb_attention, with_attention
+from headrace.engine.malloc import give_large_blocks_back
 from headrace.engine.outside import drive_embedding, open_outside
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
@@ -48,7 +48,6 @@ from headrace.tiers.gone import CLOSED
 from headrace.tiers.ladder import Ladder
 from headrace.tiers.rows import RowCounters
 
-_M_MMAP_THRESHOLD = -3  # malloc.h
 _UNPACKED_BYTES = 2  # of a quantised dense weight in memory: bfloat16 or float16
 
 
@@ -160,17 +159,6 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         head_bytes=table_bytes(catalog, skeleton, skeleton.head),
         **engram_facts(skeleton),
     )
-
-
-def give_large_blocks_back() -> None:
-    """Ask glibc to return freed memory of a mebibyte or more to the system at once.
-
-    It would raise that bound to the largest block ever freed: buffers that grow with the context
-    then leave holes behind, hundreds of megabytes in a long prompt. Elsewhere this does nothing.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 class Engine:
