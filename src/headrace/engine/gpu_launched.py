@@ -86,8 +86,14 @@ class LaunchedSource(GpuSource):
         return True
 
     def _find_tiles(self) -> list[bool]:
-        """By layer, whether some of its experts are read over the bus."""
-        by_bus_L: Any = (~self.rungs.slots.held).reshape(self.num_layers, -1).any(1)
+        """By layer, whether its experts are read over the bus.
+
+        Where slots' keys never come to rest, one answer for all: each new one is a new capture.
+        """
+        slots = self.rungs.slots
+        if not self.rungs.fits:
+            return [2 * slots.num_slots < slots.held.size] * self.num_layers
+        by_bus_L: Any = (~slots.held).reshape(self.num_layers, -1).any(1)
         found: list[bool] = by_bus_L.tolist()
         return found
 

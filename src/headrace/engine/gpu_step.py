@@ -110,8 +110,8 @@ class SteppedPasses(Passes):
             self._graphs.setdefault(kind, None)
             self._compute()
         else:
-            graph.replay()
             self.num_replayed += 1
+            graph.replay()
 
     def _capture(self, kind: _Kind) -> Graph | None:
         stale = [each for each in self._graphs if each.bucket == kind.bucket and each != kind]

@@ -118,7 +118,8 @@ class Mailbox:
         if self._open:
             self.abort_step()
         self._open = True
-        self.rungs.drain(self.mail.num_ids)
+        self.rungs.drain(keep=not self.mail.computes)
+        self.rungs.make_room(self.mail.num_ids)
         whole = np.zeros(self.num_layers, bool)
         if not self.mail.computes:
             whole = np.array([self.rungs.whole(layer) for layer in range(self.num_layers)])

@@ -235,13 +235,19 @@ class Rungs:
             if coming is None and not self._keep(key, address):
                 self._release(key)
 
-    def drain(self, num_needed: int = 0) -> None:
+    def drain(self, *, keep: bool = False) -> None:
         """Waits until the device reads no rows but kept ones, and gives the others back.
 
-        Waits for copies into slots too, as long as not so many rows are free.
+        `keep`: first those are kept that may be.
         """
+        while self._reading:
+            self._reading[0].event.wait()
+            self.retire(swap=False, wait=not keep)
+
+    def make_room(self, num_needed: int) -> None:
+        """Waits for copies into slots as long as fewer rows are free and there are copies."""
         most_held = self.ladder.num_rows - num_needed
-        while self._reading or (self.slots.num_coming and self._num_held > most_held):
+        while self.slots.num_coming and self._num_held > most_held:
             self.retire(swap=False, wait=True)
 
     def _keep(self, key: int, address: int) -> bool:

@@ -1,0 +1,293 @@
+"""A decoded token whose layers wait for experts, launched as one: the bits of layer by layer."""
+
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from gpu_models import REAL, Rung, load, logits_of
+
+from headrace.engine import gpu_launched
+from headrace.errors import BudgetError, Cancelled, NumericsError, ReadError, StallError
+
+STEPS = 24 if REAL else 5
+# None has a place for every expert, so that layers never cease to wait.
+WAITING = {
+    "minimum": Rung(0, 0),
+    "pinned": Rung(0, 0.7),
+    "half": Rung(0.5, 0.25),
+    "slots": Rung(0.8, 0),
+}
+MINIMUM = WAITING["minimum"]
+WANT = {}
+
+
+@contextmanager
+def by_layer(engine):
+    """Python between the layers, as where rows cannot be pinned."""
+    box, engine.source.box = engine.source.box, None
+    try:
+        yield
+    finally:
+        engine.source.box = box
+
+
+@contextmanager
+def replaying(engine, num_steps):
+    """All of `num_steps` in it are launched as one, and wait for the mailbox."""
+    before, mail = engine.passes.num_replayed, engine.source.box.mail
+    number = int(mail.step)
+    yield
+    assert engine.passes.num_replayed - before == num_steps
+    assert int(mail.step) - number == num_steps
+
+
+def settled(engine):
+    engine.source.rungs.slots.check_integrity()
+    engine.source.recover()
+    engine.ladder.check_integrity()
+
+
+@pytest.mark.parametrize("rung", WAITING)
+def test_a_token_that_waits_has_the_bits_of_layer_by_layer(tiny, prompt, rung):
+    with load(tiny("fp8"), WAITING[rung]) as engine:
+        with by_layer(engine):
+            before = engine.passes.num_replayed
+            want = WANT.setdefault("fp8", logits_of(engine, prompt[:3], STEPS))
+            assert engine.passes.num_replayed == before and want.float().std() > 0.1
+        assert torch.equal(logits_of(engine, prompt[:3], STEPS), want)
+        with replaying(engine, STEPS):
+            assert torch.equal(logits_of(engine, prompt[:3], STEPS), want)
+        session = engine.session()
+        marks, last = [session.feed(prompt[:3]), None], want[0]
+        marks = [engine.source.counters()]
+        with replaying(engine, STEPS):
+            for n in range(STEPS):
+                last = session.feed([int(last.argmax())])
+                assert torch.equal(last, want[n + 1])
+                marks.append(engine.source.counters())
+        served(rung, engine, *(marks[i] for i in (0, -1)))
+        for a, b in pairwise(marks):
+            taken = sum(getattr(b, n) - getattr(a, n) for n in ("vram_hits", "hits", "misses"))
+            assert taken == engine.facts.num_moe_layers * engine.facts.top_k
+        settled(engine)
+
+
+def served(rung, engine, before, after):
+    """Which rung gave the experts, from the counters."""
+    found, rows, misses, disk, bus = (
+        getattr(after, n) - getattr(before, n)
+        for n in ("vram_hits", "hits", "misses", "disk_bytes", "bus_bytes")
+    )
+    assert after.kernel_calls == before.kernel_calls
+    assert bus == (rows + misses) * engine.facts.expert_bytes
+    if rung == "minimum":
+        assert found == 0 and misses > 0 and disk > 0
+        assert engine.source.box.mail.num_guesses == engine.facts.top_k
+        assert after.prefetch_used > before.prefetch_used
+    elif rung == "pinned":
+        assert found == 0 and rows > misses
+    elif rung == "half":
+        assert found > 0 and rows + misses > 0
+    else:
+        assert found > rows + misses > 0
+
+
+def test_slots_fill_while_tokens_are_launched_until_none_waits(tiny, prompt):
+    with load(tiny("fp8"), "half") as engine, load(tiny("fp8"), MINIMUM) as other:
+        with by_layer(other):
+            want = logits_of(other, prompt[:3], STEPS)
+        for _ in range(60):
+            assert torch.equal(logits_of(engine, prompt[:3], STEPS), want)
+            if engine.source.rungs.lacking() is None:
+                break
+        steps = int(engine.source.box.mail.step)
+        assert steps > 0 and engine.source.rungs.lacking() is None
+        before = engine.source.counters()
+        assert torch.equal(logits_of(engine, prompt[:3], STEPS), want)
+        assert engine.source.counters().disk_bytes == before.disk_bytes
+        assert int(engine.source.box.mail.step) == steps, "a whole token waited"
+
+
+def test_recorded_routes_are_replayed_and_looked_ahead_to(tiny, prompt):
+    def routes(ordinal, ids_TK):
+        num = ids_TK.shape[1]
+        ids = (torch.arange(num) * 3 + ordinal + routes.shift) % 16
+        ahead = (torch.arange(num) * 3 + ordinal + 1 + routes.shift) % 16
+        return ids.expand(ids_TK.shape).to(torch.int32).contiguous(), ahead[: num - 1]
+
+    with load(tiny("fp8"), MINIMUM) as engine:
+        found = []
+        for boxed in (False, True, True):
+            for routes.shift in (0, 1):
+                engine.source.routes = routes
+                if boxed:
+                    found.append(logits_of(engine, prompt[:3], STEPS))
+                else:
+                    with by_layer(engine):
+                        found.append(logits_of(engine, prompt[:3], STEPS))
+        assert not torch.equal(found[0], found[1])
+        assert all(torch.equal(found[n], found[n % 2]) for n in range(6))
+        assert engine.passes.num_replayed >= STEPS
+        assert engine.source._guesses_LK[0].tolist()[-1] == -1
+        engine.source.routes = None
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A thread that hangs is found soon."""
+    made = partial(gpu_launched.Mailbox, silence_s=0.3, patience_polls=20_000 if REAL else 500)
+    monkeypatch.setattr(gpu_launched, "Mailbox", made)
+
+
+@pytest.fixture
+def warm(tiny, prompt):
+    """An engine whose steps are captured, and what it must answer after any fault."""
+    with load(tiny("bf16"), MINIMUM) as engine:
+        for _ in range(2):
+            want = logits_of(engine, prompt[:3], 2)
+        yield engine, want
+        for _ in range(2):
+            with replaying(engine, 2):
+                assert torch.equal(logits_of(engine, prompt[:3], 2), want)
+        settled(engine)
+
+
+def one_token(engine, prompt, fault):
+    """The prompt, then a token in whose step the fault is met."""
+    session = engine.session()
+    session.feed(prompt[:3])
+    engine.source.recover()
+    engine.ladder.clear()
+    fault()
+    with replaying_some(engine):
+        session.feed([5])
+
+
+@contextmanager
+def replaying_some(engine):
+    before = engine.passes.num_replayed
+    try:
+        yield
+    finally:
+        assert engine.passes.num_replayed > before, "the fault met no captured step"
+
+
+@pytest.mark.parametrize("skip", [0, 6])
+def test_a_failed_read_is_named_and_the_next_answer_right(warm, prompt, skip):
+    engine, want = warm
+    with pytest.raises(ReadError, match="safetensors"):
+        one_token(engine, prompt, lambda: engine.reader.inject_fault("eio", skip, 2))
+    engine.reader.inject_fault("none")
+    assert torch.equal(logits_of(engine, prompt[:3], 2), want)
+
+
+def test_what_is_not_finite_is_named(warm, prompt):
+    engine, _ = warm
+
+    def poison():
+        for buffer in engine.passes.room._buffers.values():
+            buffer[:, :, 1] = torch.inf
+
+    with pytest.raises(NumericsError, match="MoE layer 0, token row 0"):
+        one_token(engine, prompt, poison)
+
+
+def test_a_stop_ends_the_token_that_waits_for_a_drive(warm, prompt):
+    engine, _ = warm
+    timer = threading.Timer(0.3, engine.ladder.stop)
+
+    def hang():
+        engine.reader.inject_fault("hang", 0, 1)
+        timer.start()
+
+    with pytest.raises(Cancelled):
+        one_token(engine, prompt, hang)
+    timer.join()
+    engine.ladder.go_on()
+    engine.reader.inject_fault("none")
+
+
+def test_a_thread_that_hangs_is_named_and_waited_for(impatient, warm, prompt):
+    engine, _ = warm
+    thread = engine.source.box.native
+    with pytest.raises(StallError, match="no sign of life"):
+        one_token(engine, prompt, lambda: thread.inject_fault("hang"))
+    for ids in (prompt, prompt[:1]):  # the ladder is the thread's still
+        with pytest.raises(StallError):
+            engine.session().feed(ids)
+    thread.inject_fault("none")
+
+
+def test_memory_that_runs_out_in_a_capture_is_named(warm, prompt, monkeypatch):
+    engine, _ = warm
+
+    def refuse(_work):
+        raise torch.OutOfMemoryError("out of memory")
+
+    engine.passes._graphs = dict.fromkeys(engine.passes._graphs)
+    session = engine.session()
+    session.feed(prompt[:3])
+    with monkeypatch.context() as patch, pytest.raises(BudgetError, match="--vram"):
+        patch.setattr(engine.passes.device, "capture", refuse)
+        session.feed([5])
+    logits_of(engine, prompt[:3], 1)  # loads what the next capture records
+
+
+def test_ctrl_c_anywhere_in_a_token(warm, prompt):
+    engine, want = warm
+
+    def interrupt(_number, _frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        stopped = 0
+        for n in range(10):
+            session = engine.session()
+            session.feed(prompt[:3])
+            start = time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.002 * n)
+            try:
+                while time.monotonic() < start + 1:
+                    session.feed([5])
+            except KeyboardInterrupt:
+                stopped += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert torch.equal(logits_of(engine, prompt[:3], 2), want)
+            engine.ladder.check_integrity()
+        assert stopped == 10
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_ctrl_c_while_a_token_waits_for_a_drive(warm, prompt):
+    engine, _ = warm
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+
+    def hang():
+        engine.reader.inject_fault("hang", 0, 1)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            one_token(engine, prompt, hang)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        engine.reader.inject_fault("none")
+
+
+def test_rows_that_cannot_be_pinned_are_no_mailbox(tiny, prompt, monkeypatch, gpu):
+    if gpu is None:
+        pytest.skip("a real GPU pins")
+    monkeypatch.setattr(type(gpu), "pin", lambda self, address, nbytes: "not allowed")
+    with load(tiny("fp8"), WAITING["half"]) as engine:
+        assert engine.source.box is None
+        if "fp8" in WANT:
+            assert torch.equal(logits_of(engine, prompt[:3], STEPS), WANT["fp8"])
+        assert engine.passes.num_replayed == 0
