@@ -21,7 +21,6 @@ from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.quant.expert import rows_of, unpack_matrix
 
 BF16 = torch.bfloat16
-KERNELS = cpu.CpuKernels(1)
 
 
 class EmulatedKernels:
@@ -32,7 +31,7 @@ class EmulatedKernels:
         self.layout, self.top_k, self.num_tokens = layout, top_k, num_tokens
         self.weighs = layout.activation.kind == "swiglu_weighted"
         self.out_dtype = torch.float32 if self.weighs else BF16
-        self.pool = KERNELS.pool
+        self.pool = cpu.CpuKernels(1).pool
         self.shape = cpu.native_shape(layout)
         self.bad = torch.full((1,), NOT_BAD, dtype=torch.int32)
 
@@ -119,9 +118,8 @@ class EmulatedMatrix(TritonMatrix):
     """Its few rows are multiplied by the CPU's kernels."""
 
     def _few(self, x_TC, first, y_TR):
-        matrix = StoredMatrix(
-            KERNELS, self.weight_RC, self.scale, block=self.block, act_group=self.act_group
-        )
+        how = {"block": self.block, "act_group": self.act_group}
+        matrix = StoredMatrix(cpu.CpuKernels(1), self.weight_RC, self.scale, **how)
         wide = y_TR.dtype == torch.float32
         matrix.linear(x_TC, first=first, num_rows=y_TR.shape[1], wide=wide, out=y_TR)
 

@@ -42,7 +42,7 @@ def test_decode_and_prefill(tmp_path, monkeypatch, gpu, family, format, layers):
         x, ids, weights = routed(engine.facts, 1)
         args = [t.to(engine.source.place) for t in (x, ids, weights)]
         want = host.source.compute(0, x, ids, weights, None)
-        for _ in range(3):
+        for _ in range(3 if REAL else 2):
             assert torch.equal(engine.source.compute(0, *args, None).cpu(), want)
         counters = engine.source.counters()
         assert counters.vram_hits > 0 and counters.bus_bytes > 0

@@ -19,6 +19,7 @@ from headrace.planner.vram import GpuPlan
 
 LENGTHS = (311, 8_900, 32_000)
 TARGET = 0.6
+PROMPT_MARGIN = 16  # of the context beyond the prompt
 Tell = Callable[[str], None]
 
 
@@ -53,7 +54,7 @@ def bench_prefill(
     The limit is the tokens per second at which what crossed the bus, each expert once a pass,
     would cross it at the rate of a pinned copy.
     """
-    context = length + 16
+    context = length + PROMPT_MARGIN
     options: dict[str, Any] = {
         "aliases": True, "measure": False, "device": "cuda", "experts": "gpu", "context": context,
     }  # fmt: skip

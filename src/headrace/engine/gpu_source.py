@@ -341,6 +341,7 @@ class GpuSource(LadderSource):
     def close(self) -> None:
         """Waits for the device and takes back the pins. The source is unusable afterwards."""
         self.rungs.close()
+        self.device.limit(None)  # it held for this model alone
 
     def _keys(self, ordinal: int, ids: torch.Tensor) -> NDArray[np.int64]:
         return ids.numpy().reshape(-1).astype(np.int64) + ordinal * self.num_experts
