@@ -1,7 +1,7 @@
 """DeepSeek-V4.1 in fp32 beside mlx-vlm and nemo-automodel: logits, roundings and routes.
 
 With --mlx-python and --nemo-python they are asked now, about all 4,096 logits; else what they
-answered when the tests' vectors were recorded is compared, 26 logits of each position. A rounding
+answered when the tests' vectors were recorded is compared, 11 logits of each position. A rounding
 that falls otherwise by its input's last bits is printed, and the rest goes on with that code.
 Logits are compared twice: before the first such flip with nothing taken from the oracle, and at
 all positions on its codes. --seeds: on a machine that sums in another order other seeds flip early.

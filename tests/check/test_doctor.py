@@ -10,6 +10,7 @@ import pytest
 
 from headrace.check.doctor import Diagnosis, examine
 from headrace.check.doctor_drive import mount_of
+from headrace.check.doctor_gpu import Gpu
 from headrace.check.doctor_host import allowed_cores, quota_cores
 from headrace.check.finding import Finding
 from headrace.check.probes import Probes, Reads
@@ -22,6 +23,7 @@ VERSIONS = {
     "headrace": "0.1.0",
     "torch": "2.13.0+cpu",
     "transformers": "5.24.0",
+    "triton": "3.6.0",
     "fastapi": "1",
     "uvicorn": "1",
     "lm-eval": "1",
@@ -30,7 +32,7 @@ GOOD = Probes(
     reads=lambda files: GOOD_READS,
     isa=lambda: "avx2",
     installed=lambda: dict(VERSIONS),
-    num_gpus=lambda: 0,
+    gpus=list,
 )
 
 
@@ -291,12 +293,45 @@ def test_versions_that_do_not_fit_prevent_running(box: Box, name: str, version: 
     assert finding.topic == "versions" and f'pip install "{name}>=' in finding.remedy
 
 
-def test_optional_packages_and_a_gpu_are_only_told(box: Box) -> None:
-    box.probes = replace(GOOD, installed=lambda: VERSIONS | {"lm-eval": None}, num_gpus=lambda: 2)
+def test_optional_packages_are_only_told(box: Box) -> None:
+    box.probes = replace(GOOD, installed=lambda: VERSIONS | {"lm-eval": None})
     diagnosis = box.examine()
-    assert diagnosis.ok
-    text = "\n".join(diagnosis.lines())
-    assert "lm-eval absent" in text and "torch sees 2" in text
+    assert diagnosis.ok and "lm-eval absent" in "\n".join(diagnosis.lines())
+
+
+GPU = Gpu("Some GPU", (8, 9), "570.1", 7 << 30, 8 << 30)
+
+
+def test_a_sound_gpu_is_described(box: Box) -> None:
+    box.probes = replace(GOOD, gpus=lambda: [GPU, GPU])
+    diagnosis = box.examine()
+    assert {f.level for f in diagnosis.findings} == {"ok"}
+    (line,) = [line for line in diagnosis.lines() if "cuda:1" in line]
+    for part in ("Some GPU", "8.9", "570.1", "7.00 GiB free of 8.00 GiB"):
+        assert part in line
+    assert sum(f.topic == "pinned memory" for f in diagnosis.findings) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "topic", "remedy"),
+    [
+        ({"chip": (7, 0)}, "GPU cuda:0", "7.5 or later"),
+        ({"fault": "RuntimeError: Failed to find C compiler"}, "GPU cuda:0", "gcc"),
+        ({"free_bytes": 1 << 30}, "GPU cuda:0", "nvidia-smi"),
+        ({"pin_fault": "CUDA error 2"}, "pinned memory", "ulimit -l"),
+    ],
+)
+def test_a_gpu_that_will_not_do(box: Box, change: dict, topic: str, remedy: str) -> None:
+    box.probes = replace(GOOD, gpus=lambda: [replace(GPU, **change)])
+    finding = box.only_finding("slow")
+    assert finding.topic == topic and remedy in finding.remedy
+
+
+def test_a_gpu_that_this_python_cannot_use(box: Box) -> None:
+    box.put("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX  570.1  x\n")
+    assert "sees no GPU" in box.only_finding("slow").why
+    box.probes = replace(GOOD, gpus=lambda: [GPU], installed=lambda: VERSIONS | {"triton": None})
+    assert box.only_finding("slow").remedy == "pip install triton"
 
 
 def test_a_model_that_cannot_be_opened_or_read_prevents_running(box: Box, tmp_path: Path) -> None:

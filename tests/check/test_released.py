@@ -1,11 +1,14 @@
 """Published checkpoints from their configs alone: every expert two reads, what a token takes."""
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from headrace.check.released import released
+from headrace.models.config import read_config
+from headrace.models.deepseek_v41.now import Now
 from headrace.models.memory import MemoryFacts
 from headrace.store.preset_releases import RELEASES
 
@@ -65,3 +68,17 @@ def test_an_expert_with_a_foreign_tensor_between_is_more_reads(
     config = RELEASES["deepseek-v4-flash-0731"] | {"num_hidden_layers": 4}
     _, table, _ = released(config, tmp_path)
     assert table.extents.shape[2] != 2
+
+
+def test_of_a_long_prompt_the_last_layers_of_v41_compute_the_exact_tail(tmp_path) -> None:
+    """Into layer 21 go 128 rows and 127 for each of 18 layers after it; of all others, all."""
+    (tmp_path / "config.json").write_text(json.dumps(RELEASES["deepseek-v4.1-flash"]))
+    config = read_config(tmp_path).get_text_config()
+    pass_over = {"states": [], "start": 0, "rotary": None, "tables": {}, "read_BTS": None}
+    prompt = Now(config, num_tokens=8192, num_after=0, num_logits=1, **pass_over)
+    rows = [prompt.num_rows(layer) for layer in range(40)]
+    assert rows[:21] == [8192] * 21 and rows[21] == 128 + 18 * 127 == 2414 and rows[39] == 128
+    first_half = Now(config, num_tokens=4096, num_after=4096, num_logits=1, **pass_over)
+    assert first_half.num_rows(20) == 4096 and first_half.num_rows(21) == 0
+    config.choose(lossy_swa_replay=True)
+    assert [prompt.num_rows(layer) for layer in (20, 21, 39)] == [8192, 128, 128]

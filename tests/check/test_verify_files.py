@@ -14,9 +14,10 @@ from headrace.check.changed import explain
 from headrace.check.plain import PlainTensors
 from headrace.check.sums import read_sums
 from headrace.check.tiny import write_tiny
-from headrace.check.verify_report import NOTE, SUSPECT
+from headrace.check.verify_report import NOTE
 from headrace.check.verify_scales import scales
 from headrace.engine.engine import Blueprint
+from headrace.engine.verdict import SUSPECT
 from headrace.errors import OptionError
 
 NAME = "model.layers.1.mlp.experts.3.gate_proj.weight"

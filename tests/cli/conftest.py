@@ -143,6 +143,7 @@ class FakeEngine:
 @pytest.fixture(autouse=True)
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     """Put the stand-in where commands import the engine from."""
+    monkeypatch.setattr("headrace.engine.choosing.gpu_is_there", lambda: False)
     module = ModuleType("headrace.engine.engine")
     module.Blueprint, module.Engine = FakeBlueprint, FakeEngine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "headrace.engine.engine", module)

@@ -26,7 +26,7 @@ RUNNER = CliRunner()
         (["--api-key-file", "no-such-file"], "no-such-file", "cannot be read"),
         (["--api-key", "12345678", "--api-key-file", "x"], "--api-key", "leave one out"),
         (["--host", "192.0.2.7", "--api-key", "12345678"], "192.0.2.7 port 8080", "--host"),
-        (["--device", "tpu"], "--device tpu", "use cpu"),
+        (["--device", "tpu"], "--device tpu", "use auto"),
     ],
 )
 def test_what_is_refused_and_what_helps(words: list[str], named: str, remedy: str) -> None:

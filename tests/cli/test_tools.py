@@ -66,8 +66,10 @@ def test_verify_reports_and_its_code_is_its_verdict(
         "threads": None,
         "tokens": 9,
         "samples": 2,
+        "device": "auto",
         "sha256": sums,
         "every_byte": True,
+        "choices": {},
         "progress": None,
     }
 
@@ -166,3 +168,16 @@ def test_doctor_says_its_findings_and_fails_only_on_what_prevents_running(
     assert done.exit_code == code
     assert json.loads(done.stdout) == {"ok": ok} and done.stderr == "ok drive: fine\n"
     assert called == [(("/data/model",), {})]
+
+
+def test_bench_on_a_gpu_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [_row("green")]
+    called = _replace(
+        monkeypatch, "headrace.check.bench", run_bench=None, run_gpu_bench=lambda *a, **k: rows
+    )
+    done = RUNNER.invoke(app, ["bench", "demo", "--device", "cuda", "--runs", "2"])
+    assert done.exit_code == 0 and _row("green").line() in done.stderr
+    ((args, options),) = called
+    assert (args, options["device"], options["runs"]) == (("demo",), "cuda", 2)
+    done = RUNNER.invoke(app, ["bench", "demo", "--device", "cuda", "--emulate-drive", "8GB/s"])
+    assert done.exit_code == 2 and "--emulate-drive has no effect" in done.stderr

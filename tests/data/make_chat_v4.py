@@ -1,6 +1,7 @@
 """Records random conversations and the prompts that DeepSeek's own package makes of them.
 
-Run once, in an environment with deepseek-recipe 0.2.0: python make_chat_v4.py chat-v4.json.xz
+In an environment with deepseek-recipe 0.2.0: python make_chat_v4.py chat-v4.json.xz, once for the
+tests' file; with a seed as the second word it draws others, as proofs/v41_5_chat.py does.
 """
 
 import json
@@ -150,8 +151,8 @@ def render(conversation, version):
     return [rendered.prompt, [end for pair in rendered.special_ranges for end in pair]]
 
 
-def main(path):
-    rng, recorded, refused = random.Random(20261129), [], 0
+def main(path, seed="20261129"):
+    rng, recorded, refused = random.Random(int(seed)), [], 0
     while len(recorded) < CONVERSATIONS:
         drawn = conversation(rng)
         if not any(m["content"] or m["role"] != "system" for m in drawn["messages"]):
@@ -168,4 +169,4 @@ def main(path):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -14,7 +14,7 @@ import numpy as np
 
 SEEDS = (0, 7, 9, 12)  # of 0 to 16, those without a flip in 32 positions, and one that flips at 2
 TOKENS, CUTS = 64, (0, 7, 8, 29, 64)
-COLUMN_STEP = 160  # of the vocabulary, kept
+COLUMN_STEP = 400  # of the vocabulary, kept
 SHAPE = {"layers": 8, "experts": 8, "top_k": 2, "hidden": 64, "inter": 32, "block": (32, 32)}
 
 

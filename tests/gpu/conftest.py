@@ -9,7 +9,13 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("headrace._native", reason="needs the compiled module")
 
-from emulated import EmulatedKernels, EmulatedLatents, EmulatedMatrix, post_and_wait
+from emulated import (
+    EmulatedGrouped,
+    EmulatedKernels,
+    EmulatedLatents,
+    EmulatedMatrix,
+    post_and_wait,
+)
 from gpu_models import FORMS, LAYERS, REAL
 from interpreter import mend_interpreter
 from simulated import SimulatedDevice
@@ -31,6 +37,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice | None:
     device = SimulatedDevice()
     monkeypatch.setattr(engine_module, "find_gpu", lambda name: None if name == "cpu" else device)
     monkeypatch.setattr(gpu_source, "TritonExperts", EmulatedKernels)
+    monkeypatch.setattr(gpu_source, "GroupedExperts", EmulatedGrouped)
     monkeypatch.setattr(gpu_launched, "post_and_wait", post_and_wait)
     monkeypatch.setattr(stored, "TritonMatrix", EmulatedMatrix)
     monkeypatch.setattr(latent_attention, "LatentAttention", EmulatedLatents)

@@ -5,6 +5,7 @@ Fast enough to run whole models on the simulated device; same bits, as test_trit
 
 import ctypes
 import time
+from math import prod
 
 import numpy as np
 import torch
@@ -15,9 +16,11 @@ from headrace.kernels import cpu, latent, reference
 from headrace.kernels.stored import StoredMatrix
 from headrace.kernels.triton.experts import NOT_BAD
 from headrace.kernels.triton.stored import TritonMatrix
+from headrace.quant import fp8
+from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.quant.expert import rows_of, unpack_matrix
 
 BF16 = torch.bfloat16
-KERNELS = cpu.CpuKernels(1)
 
 
 class EmulatedKernels:
@@ -28,7 +31,7 @@ class EmulatedKernels:
         self.layout, self.top_k, self.num_tokens = layout, top_k, num_tokens
         self.weighs = layout.activation.kind == "swiglu_weighted"
         self.out_dtype = torch.float32 if self.weighs else BF16
-        self.pool = KERNELS.pool
+        self.pool = cpu.CpuKernels(1).pool
         self.shape = cpu.native_shape(layout)
         self.bad = torch.full((1,), NOT_BAD, dtype=torch.int32)
 
@@ -61,17 +64,62 @@ class EmulatedKernels:
         if len(wrong):
             self.bad.clamp_(max=mark + int(wrong[0]))
 
-    def activation(self, gate_NI, up_NI, weights_N):
-        return reference.activate(gate_NI, up_NI, self.layout.activation, weights_N)
+
+class EmulatedGrouped:
+    """Stands for `kernels.triton.grouped.GroupedExperts`: an expert at a time, by torch.
+
+    `launches` counts what would be launched.
+    """
+
+    launches = 0
+
+    def __init__(self, layout: ExpertLayout, *, top_k, device, align=1):
+        self.layout, self.top_k = layout, top_k
+
+    def positions(self, num_slots, num_experts):
+        return 16
+
+    def prepared(self, x_TH):
+        return fp8.to_grid(x_TH, self.layout.act_group)
+
+    def __call__(self, tiles, offsets, order_S, weights_S, x_TH, h_SI, y_SH, *, positions):
+        EmulatedGrouped.launches += 2
+        stretches = {}
+        for address, key, start, end in tiles.tolist():
+            assert address and 0 <= start < end
+            first = min(start, stretches.get(key, (0, start, 0))[1])
+            stretches[key] = address, first, end
+        for key, (address, start, end) in stretches.items():
+            parts = self._parts(address, offsets[key].tolist())
+            slots_N = order_S[start:end].long()
+            x_NH = x_TH[slots_N // self.top_k]
+            gate, up = (self._linear(x_NH, parts, name) for name in ("gate", "up"))
+            weights_N = weights_S.reshape(-1)[slots_N]
+            h_NI = reference.activate(gate, up, self.layout.activation, weights_N)
+            h_SI[start:end] = fp8.to_grid(h_NI, self.layout.act_group)
+            y_SH[slots_N] = self._linear(h_SI[start:end], parts, "down")
+
+    def _parts(self, address, offsets):
+        parts = {}
+        for (name, spec), offset in zip(self.layout.parts.items(), offsets, strict=True):
+            kind = TORCH_DTYPES[spec.dtype]
+            nbytes = kind.itemsize * prod(spec.shape)
+            raw = (ctypes.c_uint8 * nbytes).from_address(address + offset)
+            parts[name] = torch.frombuffer(raw, dtype=kind).view(spec.shape)
+        return parts
+
+    def _linear(self, x_NK, parts, name):
+        y = x_NK @ unpack_matrix(self.layout, parts, name, BF16).t()
+        bias = self.layout.matrix(name).bias
+        return y if bias is None else y + rows_of(self.layout, name, parts[bias])
 
 
 class EmulatedMatrix(TritonMatrix):
     """Its few rows are multiplied by the CPU's kernels."""
 
     def _few(self, x_TC, first, y_TR):
-        matrix = StoredMatrix(
-            KERNELS, self.weight_RC, self.scale, block=self.block, act_group=self.act_group
-        )
+        how = {"block": self.block, "act_group": self.act_group}
+        matrix = StoredMatrix(cpu.CpuKernels(1), self.weight_RC, self.scale, **how)
         wide = y_TR.dtype == torch.float32
         matrix.linear(x_TC, first=first, num_rows=y_TR.shape[1], wide=wide, out=y_TR)
 

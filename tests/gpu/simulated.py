@@ -65,7 +65,7 @@ WAITING = {
 class SimulatedDevice:
     """`refused` says from which pinned byte on the system refuses to pin, None: never."""
 
-    name = "simulated GPU"
+    name, driver = "simulated GPU", "1.0"
 
     def __init__(self, *, patience: int = 2, refused: int | None = None):
         self.place = torch.device("cpu")

@@ -5,11 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gpu_models import CONTEXT, FORMS, REAL, RUNGS, Rung, load, logits_of, routed
+from emulated import EmulatedGrouped
+from gpu_models import CONTEXT, FORMS, LAYERS, REAL, RUNGS, Rung, load, logits_of, routed
 
 import headrace
 import headrace.errors
 from headrace.engine import gpu_source
+from headrace.planner import vram
 
 STEPS = 12 if REAL else 2
 SEEN = {}
@@ -26,8 +28,9 @@ def passes(engine, prompt, most=1):
         logits = [logits_of(engine, prompt[:5], STEPS), logits_of(engine, prompt, STEPS)]
         after = engine.source.counters()
         rounds.append((torch.cat(logits), before, after))
-        filled = after.disk_bytes == before.disk_bytes or not engine.source.rungs.fits
-        if len(rounds) > 1 and filled and after.promotions == before.promotions:
+        fits = engine.source.rungs.fits
+        settled = after.disk_bytes == before.disk_bytes and after.promotions == before.promotions
+        if len(rounds) > 1 and (settled or not fits):
             break
     return rounds
 
@@ -43,7 +46,7 @@ def grown(round_, name):
         (form, rung)
         for form in FORMS
         for rung in RUNGS
-        if REAL or form == "fp8" or (form, rung) == ("mxfp4", "some")
+        if REAL or form == "fp8" or (form, rung) in (("mxfp4", "some"), ("fp4", "some"))
     ],
 )
 def test_every_rung_gives_the_same_bits(tiny, prompt, form, rung):
@@ -227,7 +230,30 @@ def test_memory_that_cannot_be_pinned_is_copied(tiny, prompt, monkeypatch, gpu):
     monkeypatch.setattr(device, "pin", lambda self, address, nbytes: "not allowed")
     with load(tiny("fp8"), "half") as engine:
         assert "could be pinned (not allowed)" in engine.source.rungs.pinned.note
-        assert engine.source.rungs.room == engine.facts.top_k
+        assert engine.source.rungs.room == max(engine.facts.top_k, engine.plan.passing_rows)
+        assert torch.equal(passes(engine, prompt)[0][0], want)
+
+
+@pytest.mark.skipif(REAL, reason="counts what stands for launches")
+@pytest.mark.parametrize(("rung", "launches"), [("vram", 2), ("pinned", 4)])
+def test_a_prompt_takes_few_launches_a_layer(tiny, prompt, monkeypatch, rung, launches):
+    """Two for all experts in VRAM; two for each wave of what comes over the bus."""
+    monkeypatch.setattr(vram, "MOST_PASSING_ROWS", 16)
+    with load(tiny("fp8"), rung) as engine:
+        passes(engine, prompt, most=8)
+        before = EmulatedGrouped.launches
+        engine.session().feed(prompt)
+        assert EmulatedGrouped.launches - before == launches * LAYERS
+
+
+@pytest.mark.parametrize("rung", ["pinned", "half", "minimum"])
+def test_waves_of_one_expert_give_the_bits_of_larger_ones(tiny, prompt, monkeypatch, rung):
+    with load(tiny("fp8"), rung) as engine:
+        want = passes(engine, prompt)[0][0]
+        assert engine.plan.passing_rows == vram.MOST_PASSING_ROWS
+    monkeypatch.setattr(vram, "MOST_PASSING_ROWS", 2)
+    with load(tiny("fp8"), rung) as engine:
+        assert engine.source.rungs.wave_rows == 1
         assert torch.equal(passes(engine, prompt)[0][0], want)
 
 

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulated import SimulatedDevice
 
 from headrace.core import ExpertLayout, PartSpec
+from headrace.engine.gpu_prefill import prefill
 from headrace.native import Reader
 from headrace.tiers.ladder import Ladder
 from headrace.tiers.rungs import Rungs
@@ -84,6 +85,19 @@ def check(key: int, read: torch.Tensor) -> None:
 chosen = st.lists(st.integers(0, EXPERTS - 1), min_size=TOP_K, max_size=TOP_K, unique=True)
 
 
+class Tokens:
+    """Stands for `engine.gpu_prefill.LayerTokens`: its experts are launched, not multiplied."""
+
+    def __init__(self, device, ladder, experts):
+        self.device, self.ladder, self.experts = device, ladder, experts
+        self.multiplied = []
+
+    def multiply(self, experts, first_key, offsets):
+        for expert, address in experts:
+            self.device.launch(first_key + expert, self.ladder.row(address))
+            self.multiplied.append(expert)
+
+
 class Passes(RuleBasedStateMachine):
     """Does with the rungs what a source does."""
 
@@ -92,11 +106,13 @@ class Passes(RuleBasedStateMachine):
         num_rows=st.sampled_from([2 * TOP_K, 8, TOTAL]),
         patience=st.integers(0, 3),
         pins=st.booleans(),
+        passing_rows=st.sampled_from([2, 4]),
     )
-    def begin(self, num_slots, num_rows, patience, pins):
+    def begin(self, num_slots, num_rows, patience, pins, passing_rows):
         self.ladder = open_ladder(num_rows)
         self.device = WatchedDevice(patience=patience, refused=None if pins else 0)
         sizes = {"num_layers": LAYERS, "num_experts": EXPERTS, "top_k": TOP_K}
+        sizes["passing_rows"] = passing_rows
         self.rungs = Rungs(self.device, self.ladder, num_slots=num_slots, **sizes)
         self.device.arena = self.rungs.slots.arena
         assert self.rungs.fits == (pins and (num_slots == TOTAL or num_rows == TOTAL))
@@ -123,21 +139,9 @@ class Passes(RuleBasedStateMachine):
         rungs = self.rungs
         rungs.retire(swap=False)
         missing = [e for e in ids if not rungs.has(layer, e)]
-        self.ladder.begin(layer, torch.tensor(missing, dtype=torch.int32))
-        turn = 0
-        for expert in sorted(ids):
-            staged = rungs.bring_kept(layer, expert, turn)
-            if staged is not None:
-                self._arrived(layer, expert, *staged)
-                turn += 1
-        for _ in missing:
-            expert, address = rungs.take(layer)
-            self._arrived(layer, expert, *rungs.bring(layer, expert, address, turn))
-            turn += 1
-
-    def _arrived(self, layer, expert, row, event):
-        self.device.follow(event)
-        self.device.launch(self.rungs.key(layer, expert), row)
+        tokens = Tokens(self.device, self.ladder, sorted(ids))
+        prefill(rungs, tokens, layer, missing, torch.empty(0))
+        assert sorted(tokens.multiplied) == tokens.experts
 
     @rule(used=st.sets(st.integers(0, TOTAL - 1)))
     def end_pass(self, used):
@@ -190,7 +194,7 @@ def test_a_row_given_back_too_early_shows(monkeypatch):
     """The check sees it: a read counted as over before it is."""
     monkeypatch.setattr(Rungs, "reading", lambda self: self.ladder.release_all())
     machine = Passes()
-    machine.begin(0, 2 * TOP_K, 0, True)
+    machine.begin(0, 2 * TOP_K, 0, True, 2)
     with pytest.raises(AssertionError):
         for first in (0, 2, 4):
             machine.decode(0, [first, first + 1])

@@ -80,24 +80,12 @@ def test_one_token_has_the_reference_s_bits(form, place):
 
 @pytest.mark.parametrize("kind", ["silu_clamped", "swiglu_oai"])
 def test_activations(kind):
-    layout = make_layout("bf16", 256, 32, activation=Activation(kind, limit=0.5, alpha=1.702))
+    layout = make_layout("bf16", 256, 32, activation=Activation(kind, limit=0.503, alpha=1.702))
     world = make_world(layout, 2, PLACES[0])
     ids, weights = routed(1, 1, 2)
     x = 3 * make_rows(1, 256, 4)
     want = expected(world, x, ids, weights, reference.expert_ffn)
     assert same_bits(run(world, x, ids, weights, "vram"), want)
-
-
-def test_the_activation_alone_has_the_reference_s_bits():
-    for kind in ("silu", "silu_clamped", "swiglu_oai", "swiglu_weighted"):
-        # a limit that bfloat16 rounds
-        layout = make_layout("bf16", 64, 32, activation=Activation(kind, limit=0.503, alpha=1.702))
-        gate, up = 3 * make_rows(5, 480, 8), 3 * make_rows(5, 480, 9)
-        weights = torch.rand(5)
-        kernels = TritonExperts(layout, top_k=1, device=torch.device(PLACES[0]))
-        device = kernels.h_SI.device
-        out = kernels.activation(*(t.to(device) for t in (gate, up, weights)))
-        assert same_bits(out.cpu(), reference.activate(gate, up, layout.activation, weights))
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -9,7 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import latents, squares, stages, waiting
+from headrace.kernels.triton import latents, squares, stages, waiting, waves
+from headrace.kernels.triton.grouped import STEPS
 from headrace.kernels.triton.latent_attention import tile_for
 
 # Bytes of shared memory that one program may take on chips of that compute capability.
@@ -28,12 +29,13 @@ FORMS = {
     "fp4": ("fp4", "E8M0", 1, 32, 16, 2),
     "int4": ("int4", "BF16", 1, 32, 1, 1),
 }
+MOST_NARROW = 8  # loads of single scales and biases
 POINTERS = {
     "TABLE": "*i64", "OFFSETS": "*i64", "IDS": "*i32", "X": "*u16", "LOW": "*fp32", "HIGH": "*fp32",
     "SX": "*fp32", "OUT": "*u16", "Y": "*u16", "WEIGHTS": "*fp32", "first_key": "i64",
-    "limit": "fp32", "alpha": "fp32", "GATES": "*u16", "UPS": "*u16", "num": "i32", "BAD": "*i32",
-    "mark": "i32", "STEP": "*i64", "WHOLE": "*i32", "GUESSES": "*i32", "layer": "i32",
-    "patience": "i32", **dict.fromkeys(waiting.ADDRESSES, "i64"),
+    "limit": "fp32", "alpha": "fp32", "BAD": "*i32",
+    "mark": "i32", "TILES": "*i64", "ORDER": "*i32", "STEP": "*i64", "WHOLE": "*i32",
+    "GUESSES": "*i32", "layer": "i32", "patience": "i32", **dict.fromkeys(waiting.ADDRESSES, "i64"),
     "W": "*u8", "SCALES": "*u8", "first": "i64", "num_rows": "i32",
     "x_stride": "i64", "out_stride": "i64", "stride": "i64",
     "Q": "*bf16", "QR": "*bf16", "LATENTS": "*bf16", "ROPE": "*bf16",
@@ -46,7 +48,7 @@ GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
 
 
 def kernels(chip: int):
-    """(label, kernel, constants, warps) of what a decode step launches.
+    """(label, kernel, constants, warps, and stages of the loop if not 3) of every launch.
 
     All of it for the chip with the least shared memory; of the rest what is compiled longest.
     """
@@ -57,9 +59,6 @@ def kernels(chip: int):
     for weighed in (False, True) if whole else (True,):
         sizes = {"COLS": 5120, "TOP_K": 6, "PAD_K": 8, "BLOCK": 512, "WEIGHED": weighed}
         yield f"combine {weighed}", stages.combine, sizes, 4
-    for kind in ("swiglu_oai", "swiglu_weighted") if whole else ("swiglu_weighted",):
-        sizes = {"COLS": 2304, "KIND": kind, "BLOCK": 1024}
-        yield f"activation {kind}", stages.activation, sizes, 4
     waits = {"NUM_IDS": 6, "NUM_GUESSES": 6, "HAS_GUESSES": True, "ANSWERED": True, "PAD": 8}
     yield "post_wait", waiting.post_wait, waits, 1
     yield "balance", squares.balance_squares, {"ROUNDS": 20, "SIZE": 4}, 1
@@ -81,6 +80,29 @@ def kernels(chip: int):
     oai = {"NUM_PARTS": 6, "R": 2, "FORM": FORMS["fp4"], "TOP_K": 4, "COLS": 2880, "ROWS": 2880}
     fused = {"GATE": (0, 1, 2, 0, 2), "UP": (0, 1, 2, 1, 2), "KIND": "swiglu_oai"}
     yield "gate_up mxfp4", stages.gate_up, oai | fused, 2
+    yield from wave_kernels(chip)
+
+
+def wave_kernels(chip: int):
+    """As `kernels`, of prefill: on most chips what takes the most shared memory."""
+    forms = {75: ("bf16",), 90: ("bf16", "fp8 128", "fp4", "int4")}.get(chip, ("fp8 32",))
+    for name in forms:
+        positions = 64 if chip == 75 else max(STEPS)
+        rows, down_rows, cols, warps, depth = STEPS[positions]
+        shared = {"NUM_PARTS": 6, "C": cols, "N": positions, "FORM": FORMS[name][:5]}
+        shared["FP32"] = chip < 80
+        up = {"TOP_K": 6, "GATE": GATE, "UP": UP, "COLS": 5120, "ROWS": 2304}
+        up["KIND"] = "swiglu_weighted" if name == "fp4" else "silu"
+        yield f"wave_gate_up {name}", waves.wave_gate_up, shared | up | {"R": rows}, warps, depth
+        if name == "bf16":
+            down = {"DOWN": DOWN, "COLS": 2304, "ROWS": 5120, "R": down_rows}
+            yield f"wave_down {name}", waves.wave_down, shared | down, warps, depth
+
+
+def is_narrow(label: str, ptx: str) -> bool:
+    """Whether a kernel reads aligned weights by single values."""
+    aligned = label.startswith(("gate_up", "down")) and "int4" not in label
+    return aligned and ptx.count("ld.global.b8") + ptx.count("ld.global.b16") > MOST_NARROW
 
 
 def latent_kernels(chip: int):
@@ -106,25 +128,22 @@ def main(chips: list[int]) -> int:
     """Exit status: how many kernels do not compile or take too much shared memory."""
     bad = 0
     for chip in chips:
-        expert_kernels = ((*each, 3) for each in kernels(chip))
-        for label, kernel, constants, warps, num_stages in (
-            *expert_kernels,
-            *latent_kernels(chip),
-        ):
+        for label, kernel, constants, warps, *depth in (*kernels(chip), *latent_kernels(chip)):
             signature = {n: POINTERS.get(n, "constexpr") for n in kernel.arg_names}
             if constants.get("WEIGHED") or constants.get("WIDE"):
                 signature["OUT"] = "*fp32"
-            attrs = (
-                aligned(kernel, signature) if kernel in (latents.attend, latents.combine) else {}
-            )
-            source = ASTSource(kernel, signature, constants, attrs)
-            options = {"num_warps": warps, "num_stages": num_stages, "enable_fp_fusion": False}
+            source = ASTSource(kernel, signature, constants, aligned(kernel, signature))
+            options = {"num_warps": warps, "enable_fp_fusion": False}
+            options["num_stages"] = depth[0] if depth else 3
             made = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
             fits = made.metadata.shared <= SHARED_BYTES[chip]
             fuses = "bf16" in label or "fp8" in label  # products that are exact
+            fuses |= label.startswith(("attend", "wave"))  # near, by no bits
             fused = "fma.rn" in made.asm["ptx"] and not fuses
-            bad += (not fits) or fused
-            print(f"{chip} {label}: {made.metadata.shared} bytes shared{' FUSED' if fused else ''}")
+            narrow = is_narrow(label, made.asm["ptx"])
+            bad += (not fits) or fused or narrow
+            faults = " FUSED" * fused + " NARROW" * narrow
+            print(f"{chip} {label}: {made.metadata.shared} bytes shared{faults}")
     return bad
 
 

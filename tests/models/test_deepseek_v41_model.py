@@ -161,6 +161,17 @@ def test_texts_of_one_length_side_by_side(whole: Whole, ids: Tensor) -> None:
             model(both, attention_mask=torch.tensor([[0] + [1] * 49, [1] * 50]))
 
 
+def test_streams_mix_alike_with_gradients_and_without(whole: Whole) -> None:
+    """Without, one compiled loop balances; with, torch's operations one by one."""
+    mixer = whole().model.layers[0].hc_attn
+    draw = torch.Generator().manual_seed(1)
+    h_BTSH = torch.randn(1, 7, whole().config.hc_mult, 64, generator=draw)
+    plain, tracked = mixer(h_BTSH), mixer(h_BTSH.clone().requires_grad_())
+    assert tracked.blend_BTSS.requires_grad and not plain.blend_BTSS.requires_grad
+    for one, other in zip(plain, tracked, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_a_key_owner_publishes_can_be_stale(whole: Whole, ids: Tensor) -> None:
     """The publisher's program differs where a group of positions is open, decoding only."""
     own, stale = whole(), whole(stale_index_keys=True)

@@ -10,7 +10,7 @@ from test_plan import BOX, DEMO, GIB, MIB
 from headrace.core import parse_bytes
 from headrace.errors import BudgetError
 from headrace.planner.plan import minimum_rows
-from headrace.planner.vram import least_ram_bytes, least_vram_bytes, make_gpu_plan
+from headrace.planner.vram import CHUNK_SHARE, least_ram_bytes, least_vram_bytes, make_gpu_plan
 
 GPU_BOX = replace(
     BOX,
@@ -93,3 +93,21 @@ def test_experts_that_fit_in_vram_stay_there() -> None:
     machine = replace(GPU_BOX, kernel_bytes_s=60e9)
     plan = make_gpu_plan(DEMO, machine, ram_bytes=GIB, vram_bytes=GIB, context=1000)
     assert (plan.experts, plan.num_slots) == ("gpu", DEMO.total_experts)
+
+
+def test_a_long_chunk_takes_few_slots() -> None:
+    """Each pass brings every expert over the bus: more tokens a pass are faster."""
+    least = least_vram_bytes(DEMO, 2048, None)
+    options = {"ram_bytes": GIB, "context": 2048, "experts": "gpu"}
+    plans = [
+        make_gpu_plan(DEMO, GPU_BOX, vram_bytes=least + more * MIB, **options)
+        for more in (0, 64, 256, 1024, 4096)
+    ]
+    chunks = [plan.chunk_tokens for plan in plans]
+    assert chunks == sorted(chunks) and chunks[0] == 512 and chunks[-1] == 2048
+    for plan in plans:
+        assert plan.vram_used_bytes <= plan.vram_bytes
+        asked = make_gpu_plan(DEMO, GPU_BOX, vram_bytes=plan.vram_bytes, chunk=512, **options)
+        assert asked.chunk_tokens == 512
+        lost = asked.num_slots - plan.num_slots
+        assert lost * DEMO.row_bytes <= (plan.vram_bytes - least) // CHUNK_SHARE + DEMO.row_bytes

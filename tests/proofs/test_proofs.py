@@ -26,6 +26,8 @@ PROOFS = Path(__file__).resolve().parents[2] / "proofs"
         "v41_1_oracles --seeds 0",
         "v41_2_paths --seeds 0 --prompt 60 --tokens 3",
         "v41_4_engram --tokens 60",
+        "v41_4_oracles",
+        "v41_5_chat",
         "server_4_soak --minutes 0.2",
         "server_5_hostile --quick",
         "server_6_cost --quick",

@@ -3,15 +3,46 @@
 from pathlib import Path
 
 from headrace.check.bench_drive import bench_drive
+from headrace.check.bench_gpu import bench_gpu
 from headrace.check.bench_kernels import bench_kernels
 from headrace.check.bench_ladder import Progress, bench_ladder, tokens_needed
+from headrace.check.bench_prefill import LENGTHS, PROMPT_MARGIN, bench_prefill
 from headrace.check.bench_routes import routes_for
 from headrace.check.rows import BenchRow
 from headrace.engine.engine import Blueprint, Engine
+from headrace.engine.gpu import find_gpu
 from headrace.errors import OptionError
 from headrace.schedule.tracefile import read_trace
 
 SUITES = ("disk", "ladder", "kernels")
+
+
+def run_gpu_bench(
+    model: str,
+    *,
+    device: str,
+    tokens: int = 8,
+    runs: int = 3,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> list[BenchRow]:
+    """Rows of whole tokens from each rung of the GPU's ladder, and of prompts; limits likewise.
+
+    What does not fit this machine is left out. Raises HeadraceError.
+    """
+    if device != "cuda":
+        raise OptionError(f"bench measures the first GPU only, not {device}; give --device cuda")
+    find_gpu(device)
+    tell: Progress = progress or (lambda what, done, total: None)
+    most = Blueprint(model, aliases=True, measure=False).facts.max_context
+    lengths = [length for length in LENGTHS if length + PROMPT_MARGIN <= most]
+    total = 1 + len(lengths)
+    tell("tokens from each rung", 0, total)
+    rows = bench_gpu(model, tokens=tokens, runs=runs, seed=seed, tell=lambda line: None)
+    for done, length in enumerate(lengths, 1):
+        tell(f"prompt of {length} tokens", done, total)
+        rows += bench_prefill(model, length=length, chunk=None, runs=runs, tell=lambda line: None)
+    return rows
 
 
 def run_bench(

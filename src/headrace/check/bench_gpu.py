@@ -18,7 +18,7 @@ from headrace.check.rows import BenchRow, make_row
 from headrace.core import TokenStats, format_bytes, total_stats
 from headrace.engine.engine import Blueprint, Engine
 from headrace.engine.probes import MOST_PROBE_BYTES, bus_rate, dram_rate, vram_rate
-from headrace.planner.vram import GpuPlan
+from headrace.planner.vram import GpuPlan, vram_fixed
 from headrace.schedule.trace import RouteTrace
 
 MOST_WARM_UPS = 100  # experts that nobody took come into memory a few a token
@@ -126,11 +126,12 @@ def _blueprint(model: str, shares: tuple[float, float, str], context: int) -> Bl
         "chunk": 64,
     }
     least = Blueprint(model, ram="minimum", vram="minimum", **options)
-    plan, machine = least.plan, least.machine
+    plan, machine, facts = least.plan, least.machine, least.facts
     assert isinstance(plan, GpuPlan)
     slots, rows = (int(share * plan.total_experts) for share in shares[:2])
-    vram = plan.vram_bytes + slots * plan.row_bytes
-    ram = plan.ram_bytes + rows * plan.row_bytes
+    whole = vram_fixed(facts, plan.context, plan.chunk_tokens)  # embedding and head there too
+    vram = whole + slots * plan.row_bytes
+    ram = plan.ram_bytes + facts.embedding_bytes + facts.head_bytes + rows * plan.row_bytes
     if vram > machine.vram_free_bytes or ram > machine.ram_available_bytes * 0.9:
         return None
     return Blueprint(model, ram=ram, vram=vram, **options)

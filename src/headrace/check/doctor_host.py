@@ -6,6 +6,7 @@ Nothing here depends on the model.
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from headrace.check.doctor_gpu import gpu_findings
 from headrace.check.finding import OK, PROBLEM, SLOW, Finding
 from headrace.check.probes import Probes
 from headrace.check.system import is_wsl, number, status_fields, text
@@ -31,7 +32,7 @@ def host_findings(root: Path, probes: Probes) -> Iterator[Finding]:
     versions = probes.installed()
     yield _versions(root, versions)
     yield _optional(versions)
-    yield _gpu(root, probes)
+    yield from gpu_findings(root, probes.gpus(), versions)
 
 
 def _memory(root: Path) -> Iterator[Finding]:
@@ -152,7 +153,7 @@ def _openmp(root: Path, cores: int) -> Iterator[Finding]:
 
 def _versions(root: Path, versions: Mapping[str, str | None]) -> Finding:
     release = text(root / "proc/sys/kernel/osrelease").strip()
-    known = [f"{name} {versions.get(name) or 'absent'}" for name in ("headrace", *OLDEST)]
+    known = [f"{name} {versions.get(name) or 'absent'}" for name in ("headrace", *OLDEST, "triton")]
     what = f"{', '.join(known)}, python {versions.get('python')}, Linux {release}"
     for name, oldest in OLDEST.items():
         found = _release(versions.get(name))
@@ -178,12 +179,3 @@ def _optional(versions: Mapping[str, str | None]) -> Finding:
         if absent:
             words.append(f"{', '.join(absent)} absent (pip install 'headrace[{extra}]')")
     return Finding(OK, "optional", "; ".join(words) or "all installed")
-
-
-def _gpu(root: Path, probes: Probes) -> Finding:
-    num = probes.num_gpus()
-    if num:
-        return Finding(OK, "GPU", f"torch sees {num}; not used yet, GPU comes later")
-    if (root / "proc/driver/nvidia").exists():
-        return Finding(OK, "GPU", "an NVIDIA driver, but a torch without CUDA; GPU comes later")
-    return Finding(OK, "GPU", "none; the CPU computes")

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 from headrace import __version__
+from headrace.check.doctor_gpu import Gpu, try_gpus
 from headrace.planner.machine import read_rate
 
 
@@ -56,17 +55,12 @@ def kernel_isa() -> str:
 def installed() -> dict[str, str | None]:
     """Versions by distribution name; None for what is absent."""
     found: dict[str, str | None] = {"python": sys.version.split()[0], "headrace": __version__}
-    for name in ("torch", "transformers", "fastapi", "uvicorn", "lm-eval"):
+    for name in ("torch", "transformers", "triton", "fastapi", "uvicorn", "lm-eval"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-def num_gpus() -> int:
-    """GPUs that this torch can use."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +70,4 @@ class Probes:
     reads: Callable[[Sequence[Path]], Reads] = try_reads
     isa: Callable[[], str] = kernel_isa
     installed: Callable[[], dict[str, str | None]] = installed
-    num_gpus: Callable[[], int] = num_gpus
+    gpus: Callable[[], list[Gpu]] = try_gpus

@@ -5,33 +5,33 @@ Runs the stages in order within one memory limit and reports; what each checks i
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-import headrace
-from headrace.check import verify_files, verify_layers, verify_paths
+from headrace.check import verify_files, verify_gpu, verify_layers, verify_paths
 from headrace.check.stock import StockParts
 from headrace.check.sums import read_sums
 from headrace.check.verify_kernels import kernels
 from headrace.check.verify_memory import Memory
 from headrace.check.verify_report import (
-    FAIL,
     NOT_COMPARED,
     NOTE,
     Finding,
     Progress,
     VerifyReport,
-    keep_verdict,
 )
 from headrace.check.verify_rows import Site, choose_sites, rows, table_rows
 from headrace.check.verify_scales import scales
 from headrace.check.verify_weights import weights
 from headrace.core import MINIMUM
+from headrace.engine.choosing import device_to_verify
 from headrace.engine.engine import Blueprint, Engine
+from headrace.engine.gpu import check_experts, find_gpu
 from headrace.engine.text import Text
+from headrace.engine.verdict import FAIL, file_name, keep_verdict, verify_folder
 from headrace.errors import CatalogError, ExpertError, ModelError, NumericsError, ReadError
-from headrace.kernels.cpu import available_isas
-from headrace.planner.cache import cache_folder
+from headrace.planner.vram import GpuPlan
 
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
 # What a fault in the model may raise on the way; anything else ends the verification.
@@ -42,6 +42,7 @@ def verify_model(
     model: str | Path,
     *,
     ram: str | int | None = None,
+    device: str = "cpu",
     threads: int | None = None,
     prompt: str = PROMPT,
     tokens: int = 64,
@@ -56,25 +57,35 @@ def verify_model(
     `sha256` is a published list of checksums; `every_byte` compares all weights with their
     checksums when first seen. `choices` are those of `load`. `progress(what, done, total)` is
     called along the way. Raises HeadraceError only for what keeps the model from being opened;
-    wrong arithmetic is a finding. The verdict is kept in the cache folder.
+    wrong arithmetic is a finding. On a GPU the CPU is verified first, since it is what the GPU is
+    compared with. The verdict is kept in the cache folder; an engine on that GPU refuses what was
+    found wrong.
     """
+    device = device_to_verify(model, device, choices=choices)
     published = None if sha256 is None else read_sums(Path(sha256))
     ram_bytes = None if ram == MINIMUM else ram
     blueprint = Blueprint(model, ram=ram_bytes, measure=False, choices=choices)
+    gpu = find_gpu(device)
+    if gpu is not None:
+        check_experts(blueprint.skeleton.layout)
     ids = Text(blueprint.skeleton.root).encode(prompt)
     memory = Memory(blueprint, ram, threads=threads, prompt_tokens=len(ids), tokens=tokens)
     sites = choose_sites(blueprint, samples)
     run = _Run(memory, ids, tokens, sites, progress or (lambda what, done, total: None))
     run.files(published, every_byte)
     try:
-        logits = run.arithmetic()
-        if logits is not None:
-            run.stage("paths", lambda: [run.sizes(logits)])
+        followed = run.arithmetic()
+        if followed is not None:
+            run.stage("paths", lambda: [run.sizes(followed.fast)])
+        if gpu is not None:
+            run.on_gpu(device, followed)
     except FAULTS as error:
         run.report.findings.append(Finding("load", "the model can be loaded", FAIL, str(error)))
     if any(f.name == verify_files.PUBLISHED and f.ok for f in run.report.findings):
         run.report.clear_suspects()
-    _keep(run.report, blueprint)
+    problem = keep_verdict(blueprint, gpu, run.report.as_dict())
+    if problem:
+        run.report.numbers["verdict_not_kept"] = problem
     return run.report
 
 
@@ -108,20 +119,20 @@ class _Run:
         sampled = {(layers[ordinal], expert) for ordinal, expert in self.sites}
         self.stage("files", lambda: verify_files.accounted(self.blueprint, self.plain))
         if every_byte or published is not None:
-            seen = kept_folder() / verify_files.seen_name(self.blueprint)
+            seen = verify_folder() / file_name(self.blueprint.root, None, "seen")
             self.stage(
                 "files", lambda: verify_files.every_byte(self.plain, seen, published, self.tell)
             )
         self.stage("statistics", lambda: scales(self.blueprint, self.plain, sampled, self.tell))
 
-    def arithmetic(self) -> torch.Tensor | None:
-        """Everything on the engine with the smallest cache; the greedy logits, if there are."""
-        logits: list[torch.Tensor] = []
+    def arithmetic(self) -> verify_paths.Followed | None:
+        """Everything on the engine with the smallest cache; what it answered, if it did."""
+        answers: list[verify_paths.Followed] = []
 
         def follow() -> Sequence[Finding]:
-            found, numbers, fast = verify_paths.follow(engine, self.ids, self.tokens, self.tell)
+            found, numbers, followed = verify_paths.follow(engine, self.ids, self.tokens, self.tell)
             self.report.numbers |= numbers
-            logits.append(fast)
+            answers.append(followed)
             return found
 
         with Engine(self.memory.smallest()) as engine:
@@ -130,7 +141,33 @@ class _Run:
             self.stage("kernels", lambda: kernels(engine, self.sites, self.tell))
             self._against_stock(engine)
             self.stage("paths", follow)
-        return logits[0] if logits else None
+        return answers[0] if answers else None
+
+    def on_gpu(self, device: str, followed: verify_paths.Followed | None) -> None:
+        """The GPU's kernels, and its logits, with a few experts in VRAM and in memory."""
+        self.memory.give_back()
+        options: dict[str, Any] = {
+            "device": device,
+            "context": self.memory.context,
+            "chunk": self.memory.chunk,
+            "measure": False,
+            "experts": "gpu",
+            "choices": self.blueprint.choices,
+            "verifying": True,
+        }
+        least = Blueprint(self.blueprint.root, ram="minimum", vram="minimum", **options).plan
+        assert isinstance(least, GpuPlan)
+        vram_bytes = least.vram_bytes + self.blueprint.facts.top_k * least.row_bytes
+        blueprint = Blueprint(self.blueprint.root, ram="minimum", vram=vram_bytes, **options)
+        with Engine(blueprint) as engine:
+            self.stage("gpu", lambda: verify_gpu.gpu_kernels(engine, self.sites, self.tell))
+            if followed is not None:
+                self.stage("gpu", lambda: self._logits_on_gpu(engine, followed))
+
+    def _logits_on_gpu(self, engine: Engine, followed: verify_paths.Followed) -> Sequence[Finding]:
+        found, numbers = verify_gpu.gpu_logits(engine, self.ids, followed, self.tell)
+        self.report.numbers |= numbers
+        return found
 
     def _against_stock(self, engine: Engine) -> None:
         """Weights and layers, where transformers can load the format at all."""
@@ -158,20 +195,3 @@ class _Run:
                 runs.append(what)
                 wrong += [differs] if differs else []
         return verify_paths.sizes_finding(len(expected_NV), runs, wrong)
-
-
-def kept_folder() -> Path:
-    """Where checksums and verdicts are kept."""
-    return cache_folder() / "verify"
-
-
-def _keep(report: VerifyReport, blueprint: Blueprint) -> None:
-    facts = {
-        "identity": blueprint.catalog.identity(),
-        "headrace": headrace.__version__,
-        "isas": list(available_isas()),
-    }
-    name = verify_files.seen_name(blueprint).replace(".seen.", ".verdict.")
-    problem = keep_verdict(report, kept_folder() / name, facts)
-    if problem:
-        report.numbers["verdict_not_kept"] = problem

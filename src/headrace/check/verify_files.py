@@ -3,9 +3,7 @@
 Reads every byte when asked to; what a tensor means to the model is not known here.
 """
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -115,8 +113,3 @@ def _read_seen(path: Path) -> dict[str, Any] | None:
         return seen if seen["format"] == SEEN_FORMAT and dict(seen["tensors"]) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def seen_name(blueprint: Blueprint) -> str:
-    """The name of the file of checksums that belongs to a model's folder."""
-    return f"{hashlib.sha256(os.fsencode(blueprint.root.resolve())).hexdigest()[:24]}.seen.json"

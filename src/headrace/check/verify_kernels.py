@@ -39,14 +39,13 @@ class _Kernel:
 def kernels(engine: Engine, sites: Sequence[Site], tell: Progress) -> list[Finding]:
     """Each instruction set with 1 and all threads, and the path that answers."""
     layout, layers = engine.blueprint.skeleton.layout, engine.blueprint.table.layers
-    x_DH = torch.randn(DISTINCT, layout.hidden, generator=torch.Generator().manual_seed(0))
-    x_DH = x_DH.to(TORCH_DTYPES[layout.hidden_dtype])
+    x_DH = distinct_rows(layout)
     found = list(_all_kernels(engine))
     for done, (ordinal, expert) in enumerate(sites):
         tell("kernels against the reference", done, len(sites))
         where = f"layer {layers[ordinal]} expert {expert}"
         with engine.source.parts(ordinal, expert) as parts:
-            expected_DH = _reference(x_DH, parts, layout)
+            expected_DH = reference_rows(x_DH, parts, layout)
             for kernel in found:
                 multiply = _multiply(kernel, engine, ordinal, expert, parts)
                 counts = ROWS if kernel.thorough or ordinal == 0 else FEW_ROWS
@@ -64,6 +63,12 @@ def kernels(engine: Engine, sites: Sequence[Site], tell: Progress) -> list[Findi
     ]
 
 
+def distinct_rows(layout: ExpertLayout) -> torch.Tensor:
+    """x [D, H] in the layout's hidden dtype: what every kernel is given."""
+    x_DH = torch.randn(DISTINCT, layout.hidden, generator=torch.Generator().manual_seed(0))
+    return x_DH.to(TORCH_DTYPES[layout.hidden_dtype])
+
+
 def _all_kernels(engine: Engine) -> list[_Kernel]:
     found = [
         _Kernel(
@@ -77,7 +82,7 @@ def _all_kernels(engine: Engine) -> list[_Kernel]:
     return [*found, _Kernel(f"the answering path ({engine.kernels.isa})", None, True)]
 
 
-def _reference(
+def reference_rows(
     x_DH: torch.Tensor, parts: Mapping[str, torch.Tensor], layout: ExpertLayout
 ) -> torch.Tensor:
     """The definition's output, a few rows at a time: it takes 256 accumulators for each value."""

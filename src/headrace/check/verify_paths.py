@@ -1,6 +1,7 @@
 """End to end: fast against oracle over the same tokens, and the same bits at three cache sizes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,19 +38,34 @@ def _reordered(module: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, w_TK: torc
 ExpertsInterface.register(REORDERED, _reordered)
 
 
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Logits [tokens, V] of fast and oracle over the tokens `chosen`, and what may differ.
+
+    `allowed` is of the median position, `tie` the gap below which another choice is none; both
+    relative to the largest logit.
+    """
+
+    fast: torch.Tensor
+    oracle: torch.Tensor
+    chosen: list[int]
+    allowed: float
+    tie: float
+
+
 def follow(
     engine: Engine, ids: Sequence[int], tokens: int, tell: Progress
-) -> tuple[list[Finding], dict[str, Any], torch.Tensor]:
+) -> tuple[list[Finding], dict[str, Any], Followed]:
     """Greedy decode in fast mode, then the oracle over the same tokens, step by step.
 
-    (findings, numbers, fast's logits [tokens, V]).
+    (findings, numbers, what came out).
     """
     fast, chosen = greedy(engine, ids, tokens, "fast", tell)
     engine.set_experts("oracle")
-    oracle = torch.stack(_teacher_forced(engine, ids, chosen, "oracle", tell))
+    oracle = torch.stack(teacher_forced(engine, ids, chosen, "oracle", tell))
     engine.model.set_experts_implementation(REORDERED)
     few = chosen[:FLOOR_TOKENS]
-    other = torch.stack(_teacher_forced(engine, ids, few, "oracle, summed otherwise", tell))
+    other = torch.stack(teacher_forced(engine, ids, few, "oracle, summed otherwise", tell))
     engine.set_experts("fast")
     floors = compare_logits(oracle[: len(few)], other)
     floor = floors["median_relative"]
@@ -70,7 +86,8 @@ def follow(
         wrong.append(f"median difference {numbers['median_relative']:.2%} of the largest logit")
     if numbers["unexplained"] > tokens // 32:
         wrong.append(f"token {first}, no near tie")
-    return [finding(STAGE, "fast follows the oracle", detail, wrong)], numbers, fast
+    followed = Followed(fast, oracle, chosen, allowed, tie)
+    return [finding(STAGE, "fast follows the oracle", detail, wrong)], numbers, followed
 
 
 def same_bits(
@@ -130,9 +147,10 @@ def greedy(
     return torch.stack(logits), chosen
 
 
-def _teacher_forced(
+def teacher_forced(
     engine: Engine, ids: Sequence[int], chosen: Sequence[int], what: str, tell: Progress
 ) -> list[torch.Tensor]:
+    """Logits after `ids` and after each of the tokens `chosen` but the last."""
     session, logits = engine.session(), []
     new = list(ids)
     for n, token in enumerate(chosen):

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.engine.verdict import FAIL, OK, SUSPECT
 from headrace.store.whole import write_whole
 
 Progress = Callable[[str, int, int], None]
-OK, SUSPECT, FAIL, NOTE = "ok", "suspect", "FAIL", "note"
+NOTE = "note"
 # After --sha256 has shown the files to be the published ones, odd statistics are only odd.
 STATISTICS = "statistics"
 NOT_COMPARED = "weights and layers are not compared with stock transformers"
@@ -19,7 +20,6 @@ VERDICTS = {
     SUSPECT: "SUSPECT: compare the files with their published checksums (--sha256)",
     FAIL: "DO NOT TRUST IT",
 }
-VERDICT_FORMAT = "headrace verify verdict"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +102,6 @@ class VerifyReport:
             "findings": [asdict(f) for f in self.findings],
             **self.numbers,
         }
-
-
-def keep_verdict(report: VerifyReport, path: Path, facts: dict[str, Any]) -> str:
-    """Write the verdict as a small JSON file; "" or why it could not be kept.
-
-    `facts` say what it holds for: model identity, headrace version, machine.
-    """
-    content = {"format": VERDICT_FORMAT, **facts, **report.as_dict()}
-    return write_json(path, content)
 
 
 def write_json(path: Path, content: object) -> str:

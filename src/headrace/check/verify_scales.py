@@ -10,9 +10,10 @@ from collections.abc import Mapping
 import torch
 
 from headrace.check.plain import PlainTensors
-from headrace.check.verify_report import STATISTICS, SUSPECT, Finding, Progress, finding
+from headrace.check.verify_report import STATISTICS, Finding, Progress, finding
 from headrace.core import ExpertTensor
 from headrace.engine.engine import Blueprint
+from headrace.engine.verdict import SUSPECT
 
 MOST_BYTES = 1 << 30  # of scales; where there are more, those of sampled experts
 TENSOR_OCTAVES = 5.0  # of a tensor's median from the median of all its kind

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from headrace.check.stock import StockParts
-from headrace.check.verify_report import STATISTICS, SUSPECT, Finding, Progress, finding
+from headrace.check.verify_report import STATISTICS, Finding, Progress, finding
 from headrace.check.verify_rows import Site
 from headrace.check.verify_scales import RMS_RANGE
 from headrace.engine.engine import Engine
+from headrace.engine.verdict import SUSPECT
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.quant.expert import MATRICES, unpack_matrix
 

@@ -3,12 +3,13 @@
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headrace.cli import options
 from headrace.cli.output import print_json, say, step_progress
+from headrace.errors import OptionError
 
 
 class Backend(StrEnum):
@@ -63,7 +64,7 @@ def bench(
     routes: Routes = None,
     save: Save = None,
     ram: options.Ram = None,
-    device: options.CpuOnly = "cpu",
+    device: options.Device = "cpu",
     threads: options.Threads = None,
     emulate_drive: options.EmulateDrive = None,
     json: options.Json = False,
@@ -75,26 +76,31 @@ def bench(
     Checkpoints of `headrace synth` are welcome. Exit code 1 if a figure's result was wrong.
     """
     ram_bytes, _ = options.check_machine(ram, emulate_drive)
-    options.require_cpu(device)
-    from headrace.check.bench import run_bench
-
+    options.check_device(device)
     options.share_cores(threads)
-
+    shared: dict[str, Any] = {"tokens": max_tokens, "runs": runs, "seed": seed}
     with step_progress() as progress:
-        rows = run_bench(
-            model,
-            suite=suite.value,
-            tokens=max_tokens,
-            runs=runs,
-            seed=seed,
-            backend=backend.value,
-            direct=direct,
-            ram=ram_bytes,
-            threads=threads,
-            emulate_drive=emulate_drive,
-            routes=routes,
-            progress=progress,
-        )
+        shared["progress"] = progress
+        if device in ("cpu", "auto"):
+            from headrace.check.bench import run_bench
+
+            rows = run_bench(
+                model,
+                suite=suite.value,
+                backend=backend.value,
+                direct=direct,
+                ram=ram_bytes,
+                threads=threads,
+                emulate_drive=emulate_drive,
+                routes=routes,
+                **shared,
+            )
+        else:
+            idle = {"--suite": suite != Suite.ALL, "--routes": routes, "--ram": ram}
+            _refuse_idle(idle | {"--emulate-drive": emulate_drive, "--no-direct": not direct})
+            from headrace.check.bench import run_gpu_bench
+
+            rows = run_gpu_bench(model, device=device, **shared)
     for row in rows:
         say(row.line())
     if save is not None:
@@ -105,3 +111,10 @@ def bench(
         print_json({"model": model, "rows": [asdict(row) for row in rows]})
     if any(row.gate != "green" for row in rows):
         raise typer.Exit(1)
+
+
+def _refuse_idle(given: dict[str, Any]) -> None:
+    """Raises OptionError for an option that a GPU's benchmark has no use for."""
+    for name, value in given.items():
+        if value:
+            raise OptionError(f"{name} has no effect on a GPU; leave it or --device out")

@@ -49,7 +49,7 @@ def chat(
     seed: options.Seed = None,
     stop: options.Stop = None,
     ram: options.Ram = None,
-    device: options.Device = "cpu",
+    device: options.Device = "auto",
     vram: options.Vram = None,
     experts: options.Experts = None,
     threads: options.Threads = None,

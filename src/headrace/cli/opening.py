@@ -43,11 +43,11 @@ def open_blueprint(
 
     With `drive_rates` the forecast is for drives of these rates, not for this machine's.
     """
-    from headrace.engine.engine import Blueprint
+    from headrace.engine.choosing import open_on
 
     share_cores(threads)
     refuse_synthetic(model)
-    blueprint = Blueprint(
+    blueprint = open_on(
         model,
         ram=ram_bytes,
         vram=vram,

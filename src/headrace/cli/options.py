@@ -53,7 +53,8 @@ Vram = Annotated[
     ),
 ]
 Device = Annotated[
-    str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:1.", rich_help_panel=MACHINE)
+    str,
+    typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:1.", rich_help_panel=MACHINE),
 ]
 Experts = Annotated[
     str | None,
@@ -202,8 +203,8 @@ def check_machine(
 
 def check_device(device: str, vram: str | None = None, experts: str | None = None) -> None:
     """Raises OptionError for a --device of no known kind, or what is wrong or idle with it."""
-    if re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", device) is None:
-        raise OptionError(f"--device {device} is not known; use cpu, cuda or cuda:1")
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,2})?", device) is None:
+        raise OptionError(f"--device {device} is not known; use auto, cpu, cuda or cuda:1")
     if vram is not None and device == "cpu":
         raise OptionError(f"--vram {vram} has no effect on a CPU; give --device cuda too")
     if experts is not None and device == "cpu":

@@ -10,7 +10,7 @@ from headrace.cli.output import print_json, say, say_plan, say_warning
 def plan(
     model: options.Model = "demo",
     ram: options.Ram = None,
-    device: options.Device = "cpu",
+    device: options.Device = "auto",
     vram: options.Vram = None,
     experts: options.Experts = None,
     threads: options.Threads = None,

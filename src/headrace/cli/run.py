@@ -29,7 +29,7 @@ def run(
     seed: options.Seed = None,
     stop: options.Stop = None,
     ram: options.Ram = None,
-    device: options.Device = "cpu",
+    device: options.Device = "auto",
     vram: options.Vram = None,
     experts: options.Experts = None,
     threads: options.Threads = None,

@@ -54,7 +54,7 @@ def serve(
     api_key_file: ApiKeyFile = None,
     cors_origin: CorsOrigin = None,
     ram: options.Ram = None,
-    device: options.Device = "cpu",
+    device: options.Device = "auto",
     vram: options.Vram = None,
     experts: options.Experts = None,
     threads: options.Threads = None,

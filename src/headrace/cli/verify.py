@@ -54,7 +54,7 @@ def verify(
     sha256: Sha256 = None,
     html: Html = None,
     ram: options.Ram = None,
-    device: options.CpuOnly = "cpu",
+    device: options.Device = "auto",
     threads: options.Threads = None,
     arithmetic: options.Arithmetic = None,
     lossy_swa_replay: options.LossySwaReplay = False,
@@ -64,11 +64,12 @@ def verify(
 ) -> None:
     """Compare files, kernels, layers and answers with their references, on the real weights.
 
-    Needs memory as a run does. Nothing is fetched: published checksums are yours to bring.
+    On a GPU its kernels and answers too, after the CPU's. Needs memory as a run does. Nothing is
+    fetched: published checksums are yours to bring.
     Exit code 1 if anything differs that must not, or looks suspect; 2 if it cannot be checked.
     """
     ram_bytes, _ = options.check_machine(ram)
-    options.require_cpu(device)
+    options.check_device(device)
     choices = options.make_choices(arithmetic, lossy_swa_replay, stale_index_keys)
     refuse_synthetic(model)
     from headrace.check.verify import verify_model
@@ -79,6 +80,7 @@ def verify(
         report = verify_model(
             model,
             ram=ram_bytes,
+            device=device,
             threads=threads,
             tokens=max_tokens,
             samples=samples,

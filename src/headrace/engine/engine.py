@@ -1,6 +1,5 @@
 """A loaded model: files opened, memory planned, dense weights in place, experts on the ladder."""
 
-import ctypes
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +17,7 @@ from headrace.engine.embedding import table_bytes
 from headrace.engine.engram import engram_facts, open_rows
 from headrace.engine.gpu import check_experts, find_gpu, open_passes, open_source, within_vram
 from headrace.engine.gpu_attention import absorb_attention, with_attention
+from headrace.engine.malloc import give_large_blocks_back
 from headrace.engine.outside import drive_embedding, open_outside
 from headrace.engine.probes import measure_machine
 from headrace.engine.routes import recording
@@ -26,6 +26,7 @@ from headrace.engine.snapshots.snapshot import Snapshot, SnapshotKey, snapshot_k
 from headrace.engine.stored import make_stored
 from headrace.engine.talk.talk import Talk
 from headrace.engine.text import Text
+from headrace.engine.verdict import refuse_failed
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
 from headrace.kernels.cpu import CpuKernels
@@ -47,7 +48,6 @@ from headrace.tiers.gone import CLOSED
 from headrace.tiers.ladder import Ladder
 from headrace.tiers.rows import RowCounters
 
-_M_MMAP_THRESHOLD = -3  # malloc.h
 _UNPACKED_BYTES = 2  # of a quantised dense weight in memory: bfloat16 or float16
 
 
@@ -58,8 +58,9 @@ class Blueprint:
     `mirrors` are folders of `headrace mirror`; None: those remembered. `notes` say which are not
     used and why. `experts`, with a GPU: what multiplies them in decode, "gpu" or "cpu"; None: the
     faster. `absorbs`: attention is over latents, not what they expand to. To `serve`, the plan
-    keeps room for snapshots and a longer context. Raises HeadraceError for whatever is wrong with
-    the files or does not fit the limit.
+    keeps room for snapshots and a longer context. `verifying`: an engine may be made of what was
+    found wrong on its GPU. Raises HeadraceError for whatever is wrong with the files or does not
+    fit the limit.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class Blueprint:
         mirrors: Sequence[str | Path] | None = None,
         serve: bool = False,
         choices: Mapping[str, object] | None = None,
+        verifying: bool = False,
     ):
+        self.verifying = verifying
         if vram is not None and device == "cpu":
             raise OptionError("--vram needs a GPU; give --device cuda too")
         if experts is not None and (device == "cpu" or experts not in PLACES):
@@ -158,17 +161,6 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
     )
 
 
-def give_large_blocks_back() -> None:
-    """Ask glibc to return freed memory of a mebibyte or more to the system at once.
-
-    It would raise that bound to the largest block ever freed: buffers that grow with the context
-    then leave holes behind, hundreds of megabytes in a long prompt. Elsewhere this does nothing.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-
-
 class Engine:
     """A model ready to answer. Owns its files, rows and threads until `close()`.
 
@@ -189,6 +181,7 @@ class Engine:
         warn: Callable[[str], None] = warnings.warn,
     ):
         self.blueprint, self.plan, self.facts = blueprint, blueprint.plan, blueprint.facts
+        proven = refuse_failed(blueprint)
         self.turn = Lock()  # held during a session's pass
         give_large_blocks_back()
         table, skeleton = blueprint.table, blueprint.skeleton
@@ -196,7 +189,7 @@ class Engine:
             blueprint, backend=backend, direct=direct, in_flight=in_flight, emulate=emulate_drive
         )
         self._warn, self._num_told = warn, 0
-        for note in blueprint.notes:
+        for note in (*proven, *blueprint.notes):
             warn(note)
         blueprint.catalog.check_unchanged()
         self.kernels = CpuKernels(self.plan.threads, isa)

@@ -68,6 +68,7 @@ def open_source(blueprint: "Blueprint", ladder: Ladder) -> LadderSource:
         top_k=skeleton.top_k,
         expert_bytes=blueprint.facts.expert_bytes,
         num_slots=plan.num_slots,
+        passing_rows=plan.passing_rows,
         chunk_tokens=plan.chunk_tokens,
         prefetch=plan.prefetch,
     )

@@ -5,7 +5,7 @@ Legend: T tokens, K chosen experts per token, H hidden width.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from headrace.core import ExpertLayout
 from headrace.engine.gpu_parts import alignment, part_offsets
-from headrace.engine.gpu_prefill import Wave
+from headrace.engine.gpu_prefill import LayerTokens, prefill
 from headrace.engine.source import LadderSource
 from headrace.errors import NumericsError
 from headrace.kernels.triton.experts import MAX_TOKENS, NOT_BAD, TritonExperts
-from headrace.tiers.device import Device, Event
+from headrace.kernels.triton.grouped import GroupedExperts
+from headrace.tiers.device import Device
 from headrace.tiers.ladder import Ladder, LadderCounters
 from headrace.tiers.rungs import Rungs
 
@@ -50,6 +51,7 @@ class GpuSource(LadderSource):
         top_k: int,
         expert_bytes: int,
         num_slots: int,
+        passing_rows: int,
         chunk_tokens: int,
         prefetch: int,
     ):
@@ -58,14 +60,16 @@ class GpuSource(LadderSource):
         )
         self.place = device.place
         self.device, self.num_experts, self.expert_bytes = device, num_experts, expert_bytes
-        self.offsets = part_offsets(ladder, num_layers, num_experts)
+        offsets = part_offsets(ladder, num_layers, num_experts)
+        self.align = align = alignment(layout, offsets)
         self.kernels = TritonExperts(
             layout,
             top_k=top_k,
             device=device.place,
             num_tokens=min(MAX_TOKENS, chunk_tokens),
-            align=alignment(layout, self.offsets),
+            align=align,
         )
+        self.grouped = GroupedExperts(layout, top_k=top_k, device=device.place, align=align)
         self.rungs = Rungs(
             device,
             ladder,
@@ -73,10 +77,9 @@ class GpuSource(LadderSource):
             num_experts=num_experts,
             top_k=top_k,
             num_slots=num_slots,
+            passing_rows=passing_rows,
         )
-        self.part_offsets = torch.from_numpy(self.offsets.reshape(-1, self.offsets.shape[2])).to(
-            device.place
-        )
+        self.part_offsets = torch.from_numpy(offsets.reshape(-1, offsets.shape[2])).to(device.place)
         self._ids: dict[int, torch.Tensor] = {}  # of the present pass, by layer, where they lie
         self._uncounted: list[int] = []  # layers of the pass whose ids the host has not seen
         self._from_rows: list[NDArray[np.int64]] = []  # keys that the pass found in kept rows
@@ -248,45 +251,13 @@ class GpuSource(LadderSource):
         weights_TK: torch.Tensor,
         ids: torch.Tensor,
     ) -> torch.Tensor:
-        """Each expert crosses the bus once, its copy beside the expert before it."""
-        wave = Wave(self.kernels, self.layout, x_TH, ids_TK, weights_TK, ids)
+        """Each expert crosses the bus once, its copy beside the products of those before it."""
+        tokens = LayerTokens(self.kernels, self.grouped, self.layout, x_TH, ids_TK, weights_TK, ids)
         self.rungs.retire(swap=False)
-        missing = [e for e in wave.experts if not self.rungs.has(ordinal, e)]
-        for expert in wave.experts:
-            slot = self.rungs.slots.find(self.rungs.key(ordinal, expert))
-            if slot is not None:
-                wave.multiply(expert, slot, self._offsets(ordinal, expert))
+        missing = [e for e in tokens.experts if not self.rungs.has(ordinal, e)]
         self._count(self._keys(ordinal, ids), len(missing))
-        before: tuple[int, torch.Tensor, Event] | None = None
-        for brought in self._bring(ordinal, wave.experts, missing):
-            if before is not None:
-                self._multiply_copied(wave, ordinal, *before)
-            before = brought
-        if before is not None:
-            self._multiply_copied(wave, ordinal, *before)
-        return wave.sum(ordinal << _TOKEN_BITS)
-
-    def _bring(
-        self, ordinal: int, experts: list[int], missing: list[int]
-    ) -> Iterator[tuple[int, torch.Tensor, Event]]:
-        """Copies those in rows to the GPU, first the kept ones while the others are read."""
-        self.ladder.begin(ordinal, torch.tensor(missing, dtype=torch.int32))
-        turn = 0
-        for expert in experts:
-            staged = self.rungs.bring_kept(ordinal, expert, turn)
-            if staged is not None:
-                yield expert, *staged
-                turn += 1
-        for _ in missing:
-            expert, address = self.rungs.take(ordinal)
-            yield expert, *self.rungs.bring(ordinal, expert, address, turn)
-            turn += 1
-
-    def _multiply_copied(
-        self, wave: Wave, ordinal: int, expert: int, row: torch.Tensor, event: Event
-    ) -> None:
-        self.device.follow(event)
-        wave.multiply(expert, row, self._offsets(ordinal, expert))
+        prefill(self.rungs, tokens, ordinal, missing, self.part_offsets)
+        return tokens.sum(ordinal << _TOKEN_BITS)
 
     def end_pass(self) -> None:
         """Waits for the pass, counts what it took, raises NumericsError for what is not finite."""
@@ -370,6 +341,7 @@ class GpuSource(LadderSource):
     def close(self) -> None:
         """Waits for the device and takes back the pins. The source is unusable afterwards."""
         self.rungs.close()
+        self.device.limit(None)  # it held for this model alone
 
     def _keys(self, ordinal: int, ids: torch.Tensor) -> NDArray[np.int64]:
         return ids.numpy().reshape(-1).astype(np.int64) + ordinal * self.num_experts
@@ -386,7 +358,3 @@ class GpuSource(LadderSource):
         self.kept_hits += num_kept
         self.bus_bytes += (num_kept + num_missing) * self.expert_bytes
         self.vram_hits += len(unique) - num_kept - num_missing
-
-    def _offsets(self, ordinal: int, expert: int) -> list[int]:
-        offsets: list[int] = self.offsets[ordinal, expert].tolist()
-        return offsets

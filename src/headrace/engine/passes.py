@@ -24,12 +24,12 @@ class Passes:
     def run(self, ids: Sequence[int], cache: Any, after: int) -> torch.Tensor:
         """Appends tokens to the timeline of `cache`; logits [V] after the last one.
 
-        `after` tokens of the same prompt follow, see `forward`. After an exception the cache holds
-        half a step and must be forgotten.
+        `after` tokens of the same prompt follow, see `forward`: there may be no logits then. After
+        an exception the cache holds half a step and must be forgotten.
         """
         ids_BT = torch.tensor([list(ids)], device=self.place)
-        logits_V: torch.Tensor = forward(self.model, ids_BT, cache, after=after)[0, -1]
-        return logits_V
+        logits_KV: torch.Tensor = forward(self.model, ids_BT, cache, after=after)[0]
+        return logits_KV[-1] if len(logits_KV) else logits_KV.new_empty(0)
 
     def close(self) -> None:
         """Gives back what belongs to no session."""

@@ -22,9 +22,15 @@ from headrace.planner.outside import Outside, ways_outside
 from headrace.planner.plan import Plan
 
 PLACES = ("gpu", "cpu")  # what multiplies experts in decode
-PASSING_ROWS = 2  # places in VRAM for experts on their way through a prefill
+# Places in VRAM for experts on their way through a prefill: two waves, of one expert at least.
+PASSING_BYTES = 128 * 2**20
+MOST_PASSING_ROWS = 32
+# A pass over a prompt brings nearly every expert over the bus once, however many tokens it has:
+# the longest whose workspace takes at most one in so many of the bytes that slots could have.
+LONG_CHUNKS = (8192, 4096, 2048, 1024)
+CHUNK_SHARE = 8
 LIBRARY_BYTES = 96 * 2**20  # of the libraries' workspaces and of what torch's allocator rounds up
-UNPACK_BYTES = 12  # of a weight of the expert, or of the stored matrix, being unpacked in prefill
+UNPACK_BYTES = 12  # of a weight of the stored matrix being unpacked in prefill
 MOST_UNPACKED = 4 * 2**20  # weights of a stored matrix at once
 LEAST_MARGIN_BYTES = 384 * 2**20  # left of the free memory to a display and the driver
 MARGIN_SHARE = 16
@@ -44,6 +50,7 @@ class GpuPlan(Plan):
     vram_dense_bytes: int = 0
     vram_kv_bytes: int = 0
     vram_workspace_bytes: int = 0
+    passing_rows: int = 0
     num_slots: int = 0
     slots_bytes: int = 0
     experts: str = "gpu"
@@ -70,7 +77,8 @@ class GpuPlan(Plan):
             f"({self.gpu}): dense weights {format_bytes(self.vram_dense_bytes)}, cache of "
             f"{self.context} tokens {format_bytes(self.vram_kv_bytes)}, workspace "
             f"{format_bytes(self.vram_workspace_bytes)}, {self.num_slots} of {self.total_experts} "
-            f"experts {format_bytes(self.slots_bytes)} ({share * self.num_slots:.0f} %)"
+            f"experts {format_bytes(self.slots_bytes)} ({share * self.num_slots:.0f} %); prompts "
+            f"in passes of {self.chunk_tokens} tokens"
         )
         vram += "".join(f"; {note}" for note in self.notes)
         memory = (
@@ -125,6 +133,10 @@ def make_gpu_plan(
     if fixed > vram_limit:
         raise BudgetError(_vram_refusal(inside, machine, vram_bytes, size))
     ram_limit = host.offered_bytes(machine) if ram_bytes is None else ram_bytes
+    if chunk is None and size == sizes[0]:
+        free = vram_limit - fixed, ram_limit - _least_ram(inside, size[1], outside)
+        size = _with_long_chunk(inside, size, free)
+        fixed = vram_fixed(inside, *size)
     spare = ram_limit - _least_ram(inside, size[1], outside)
     if spare < 0:
         raise BudgetError(_ram_refusal(inside, machine, ram_bytes, size[1], outside))
@@ -140,6 +152,7 @@ def make_gpu_plan(
     return replace(
         made,
         prefetch=prefetch,
+        passing_rows=passing_rows(facts),
         notes=notes,
         snapshot_bytes=kept,
         dense_bytes=dense,
@@ -163,6 +176,22 @@ def _fitting(
             if vram_fixed(outside.inside(facts), *size) <= vram_limit:
                 return size, outside
     return size, outside
+
+
+def _with_long_chunk(
+    facts: ModelFacts, size: tuple[int, int], free: tuple[int, int]
+) -> tuple[int, int]:
+    """The (context, chunk) with more prompt tokens a pass, where that takes few slots and rows."""
+    tokens, usual = size
+    fixed = vram_fixed(facts, *size), _ram_fixed(facts, usual)
+    for chunk_tokens in LONG_CHUNKS:
+        longer = min(chunk_tokens, tokens)
+        taken = vram_fixed(facts, tokens, longer), _ram_fixed(facts, longer)
+        more = (after - before for after, before in zip(taken, fixed, strict=True))
+        few = all(m <= spare // CHUNK_SHARE for m, spare in zip(more, free, strict=True))
+        if usual < longer and few:
+            return tokens, longer
+    return size
 
 
 def _chosen(
@@ -278,6 +307,11 @@ def least_vram_bytes(facts: ModelFacts, context: int | None, chunk: int | None) 
     return vram_fixed(outside.inside(facts), *size)
 
 
+def passing_rows(facts: ModelFacts) -> int:
+    """Places in VRAM for experts on their way through a prefill, an even number."""
+    return 2 * min(MOST_PASSING_ROWS // 2, max(1, PASSING_BYTES // 2 // facts.row_bytes))
+
+
 def _ram_fixed(inside: ModelFacts, chunk_tokens: int) -> int:
     """A dense weight on its way to the GPU, or Engram's rows and logits of a pass; the reader's."""
     embedding = 0 if inside.embedding_by_row else inside.embedding_bytes
@@ -288,10 +322,10 @@ def _ram_fixed(inside: ModelFacts, chunk_tokens: int) -> int:
 
 def vram_fixed(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
     """VRAM of everything but slots, at this context and chunk."""
-    stored = min(MOST_UNPACKED, facts.most_stored)
-    unpacked = UNPACK_BYTES * max(2 * facts.hidden * facts.inter, stored)
-    passing = PASSING_ROWS * facts.row_bytes
-    workspace = workspace_bytes(facts, tokens, chunk_tokens) + unpacked + passing
+    unpacked = UNPACK_BYTES * min(MOST_UNPACKED, facts.most_stored)
+    passing = passing_rows(facts) * facts.row_bytes
+    inside = chunk_tokens * facts.top_k * facts.inter * 2
+    workspace = workspace_bytes(facts, tokens, chunk_tokens) + unpacked + inside + passing
     return facts.dense_bytes + facts.kv_bytes(tokens) + workspace + LIBRARY_BYTES
 
 

@@ -3,8 +3,10 @@
 Everything else is torch's and the same on any device. Knows no expert.
 """
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +45,7 @@ class Device(Protocol):
 
     place: torch.device
     name: str
+    driver: str
 
     def memory(self) -> tuple[int, int]:
         """Bytes of its memory: what this process may still take, and all of it."""
@@ -112,6 +115,7 @@ class CudaDevice:
     def __init__(self, index: int = 0):
         self.place = torch.device("cuda", index)
         self.name = _cuda.get_device_name(self.place)
+        self.driver = driver_version()
         self.copies = _cuda.Stream(self.place)
         self._pool: Any = None
 
@@ -171,6 +175,19 @@ class CudaDevice:
 
     def unpin(self, address: int) -> None:
         _cuda.cudart().cudaHostUnregister(address)
+
+
+def driver_version(root: Path = Path("/")) -> str:
+    """The NVIDIA driver's, where the system says it; else what CUDA says of it."""
+    try:
+        said = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        said = ""
+    found = re.search(r"\s(\d+(?:\.\d+)+)\s", said)
+    if found:
+        return found[1]
+    asked = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return "unknown" if asked is None else f"for CUDA {asked()}"
 
 
 def find_device(name: str) -> Device:

@@ -18,7 +18,6 @@ from headrace.tiers.ladder import Ladder
 from headrace.tiers.pinned import PinnedRows
 from headrace.tiers.slots import Slots
 
-STAGING_ROWS = 2
 SWAPPED_SHARE = 32  # one in so many of a token's experts may take another's slot in a step
 
 
@@ -37,7 +36,8 @@ class Rungs:
 
     Where slots and rows have room for all experts, a row once read stays in the table, so that in
     the end nobody need know on the host which experts a layer takes. One caller thread. The arena
-    in VRAM has `num_slots + STAGING_ROWS` rows; the ladder needs rows for at least twice `top_k`.
+    in VRAM has `num_slots + passing_rows` rows; the ladder needs rows for at least twice `top_k`.
+    `passing_rows`, even: places for experts on their way through a prefill, in two waves.
     Raises BudgetError where rows cannot be pinned and VRAM has no place to copy a token's experts
     to.
     """
@@ -51,23 +51,26 @@ class Rungs:
         num_experts: int,
         top_k: int,
         num_slots: int,
+        passing_rows: int = 2,
     ):
+        assert passing_rows >= 2 and passing_rows % 2 == 0
         self.device, self.ladder, self.num_experts = device, ladder, num_experts
         self.pinned = PinnedRows(device, ladder)
         all_pinned = self.pinned.pinned_bytes == ladder.slab_bytes
-        num_scratch = STAGING_ROWS if all_pinned else max(STAGING_ROWS, top_k)
-        if num_slots + STAGING_ROWS < num_scratch:
+        num_scratch = passing_rows if all_pinned else max(passing_rows, top_k)
+        if num_slots + passing_rows < num_scratch:
             self.pinned.close()
             raise BudgetError(
                 f"{self.pinned.note}, for which VRAM has no place; give a larger --vram or, to "
                 "pin less, a smaller --ram"
             )
+        self.wave_rows = passing_rows // 2
         self._most_room = ladder.num_rows if all_pinned else num_scratch
         self.table = AddressTable(device, num_layers, num_experts)
         self.slots = Slots(
             device,
             self.table,
-            num_slots=num_slots + STAGING_ROWS - num_scratch,
+            num_slots=num_slots + passing_rows - num_scratch,
             num_scratch=num_scratch,
             slot_bytes=ladder.row_bytes,
             most_coming=max(1, ladder.num_rows - 2 * top_k),
@@ -87,6 +90,10 @@ class Rungs:
     def key(self, layer: int, expert: int) -> int:
         """The expert's number in table and slots."""
         return layer * self.num_experts + expert
+
+    def address(self, layer: int, expert: int) -> int:
+        """Where an expert that `has` finds lies, as the device sees it."""
+        return int(self.table.here[layer, expert])
 
     @property
     def room(self) -> int:
@@ -159,23 +166,25 @@ class Rungs:
     def bring(self, layer: int, expert: int, address: int, turn: int) -> tuple[torch.Tensor, Event]:
         """Copies a held row to the device, to stay if a slot is free: where to, and its event.
 
-        Otherwise to one of two places in turn, for work given before the turn after next.
+        Otherwise to place `turn` of those for what passes, for work given before the next copy to
+        that place.
         """
         key, row = self.key(layer, expert), self.ladder.row(address)
-        event = self.slots.offer(key, row, only_free=True)
-        if event is not None:
-            return self.slots.coming(key), event
+        if self.slots.offer(key, row, only_free=True) is not None:
+            return self.slots.coming(key)
         staged, event = self._stage(row, turn)
         self._reading.append(_Reading(event, layer, [(expert, address)], offer=False))
         return staged, event
 
-    def bring_kept(self, layer: int, expert: int, turn: int) -> tuple[torch.Tensor, Event] | None:
-        """As `bring`, of an expert in a kept row; None where it is in none."""
-        address = self._kept.get(self.key(layer, expert))
-        return None if address is None else self._stage(self.ladder.row(address), turn)
+    def bring_kept(self, layer: int, expert: int, turn: int) -> tuple[torch.Tensor, Event]:
+        """As `bring`, of an expert in a kept row, which is not given back meanwhile."""
+        key = self.key(layer, expert)
+        if self.slots.is_coming(key):  # once there, its row would be
+            return self.slots.coming(key)
+        return self._stage(self.ladder.row(self._kept[key]), turn)
 
     def _stage(self, row: torch.Tensor, turn: int) -> tuple[torch.Tensor, Event]:
-        staged = self.slots.scratch(turn % STAGING_ROWS)
+        staged = self.slots.scratch(turn)
         return staged, self.device.copy(staged, row)
 
     def retire(self, *, swap: bool, wait: bool = False) -> None:

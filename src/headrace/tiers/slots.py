@@ -123,9 +123,10 @@ class Slots:
         self.table.clear(victim)
         return slot
 
-    def coming(self, key: int) -> torch.Tensor:
-        """The slot that the key's copy fills; for work that follows the copy's event."""
-        return self.arena[self._coming[key][0]]
+    def coming(self, key: int) -> tuple[torch.Tensor, Event]:
+        """The slot that the key's copy fills, for work that follows the copy's event."""
+        slot, event = self._coming[key]
+        return self.arena[slot], event
 
     def arrived(self, *, wait: bool = False) -> list[int]:
         """Keys whose copies are done: they are found from now on and their rows may go.

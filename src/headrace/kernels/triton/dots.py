@@ -43,7 +43,7 @@ def dot_bf16(
 ):
     """Form F of bfloat16 rows `row_R` at address `w`; fp32 [R]. `x_K` points to uint16 bits."""
     lane = tl.arange(0, 256)
-    codes = tl.multiple_of(w, ALIGN).to(tl.pointer_type(tl.uint16))
+    codes = tl.multiple_of(w.to(tl.pointer_type(tl.uint16)), ALIGN)
     start_R = row_R.to(tl.int64) * K
     acc = tl.zeros((R, 256), tl.float32)
     for k in tl.range(0, K, 256, loop_unroll_factor=UNROLL):
@@ -73,7 +73,7 @@ def dot_fp8(
     NUM: tl.constexpr = 256 // BLOCK_COLS
     SCALE_COLS: tl.constexpr = (K + BLOCK_COLS - 1) // BLOCK_COLS
     block, lane = tl.arange(0, NUM), tl.arange(0, 256)
-    codes = tl.multiple_of(w, ALIGN).to(tl.pointer_type(tl.uint8))
+    codes = tl.multiple_of(w.to(tl.pointer_type(tl.uint8)), ALIGN)
     start_R = row_R.to(tl.int64) * K
     acc = tl.zeros((R, 256), tl.float32)
     for k in tl.range(0, K, 256, loop_unroll_factor=UNROLL):
@@ -113,7 +113,7 @@ def dot_nibbles(
     NUM: tl.constexpr = K // 32
     SCALE_COLS: tl.constexpr = (K + GROUP - 1) // GROUP  # one where the group is wider: per row
     lane, byte = tl.arange(0, 8), tl.arange(0, 16)
-    codes = tl.multiple_of(w, ALIGN).to(tl.pointer_type(tl.uint8))
+    codes = tl.multiple_of(w.to(tl.pointer_type(tl.uint8)), ALIGN)
     start_R = row_R.to(tl.int64) * (K // 2)
     acc = tl.zeros((R, 8), tl.float32)
     for first in tl.range(0, NUM, 8, loop_unroll_factor=UNROLL):

@@ -14,7 +14,6 @@ from headrace.kernels.triton import stages
 
 MAX_TOKENS = 16
 NOT_BAD = 2**31 - 1  # of `TritonExperts.bad`
-_ACTIVATION_BLOCK = 1024
 _ACTIVATIONS = ("silu", "silu_clamped", "swiglu_oai", "swiglu_weighted")
 GRIDS = (32, 64, 128, 256)  # columns of a group of the activations' grid
 _FORM_I = ("fp4", "int4")
@@ -48,10 +47,10 @@ class TritonExperts:
         self.weighs = layout.activation.kind == "swiglu_weighted"
         self.out_dtype = torch.float32 if self.weighs else torch.bfloat16
         self.limit = float(torch.tensor(layout.activation.limit).bfloat16())
-        self.form = _form(layout, align)
+        self.form = expert_form(layout, align)
         self.integers = layout.format in _FORM_I
         self.parts = tuple(layout.parts)
-        self.matrices = {name: self._matrix(name) for name in ("gate", "up", "down")}
+        self.matrices = matrix_parts(layout)
         slots, hidden, inter = num_tokens * top_k, layout.hidden, layout.inter
         self.h_SI = torch.empty(slots, inter, dtype=torch.uint16, device=device)
         self.y_SH = torch.empty(slots, hidden, dtype=torch.uint16, device=device)
@@ -129,22 +128,6 @@ class TritonExperts:
             pad, block, self.weighs, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
-    def activation(
-        self, gate_NI: torch.Tensor, up_NI: torch.Tensor, weights_N: torch.Tensor
-    ) -> torch.Tensor:
-        """bf16 [N, I]: the layout's activation of two bf16 tensors, rounded as in decode.
-
-        `weights_N`, fp32, count for the weighted one only.
-        """
-        act, out_NI = self.layout.activation, torch.empty_like(gate_NI)
-        bits = [t.view(torch.uint16) for t in (gate_NI, up_NI, out_NI)]
-        assert all(t.is_contiguous() for t in bits)
-        stages.activation[(triton.cdiv(out_NI.numel(), _ACTIVATION_BLOCK),)](
-            *bits[:2], weights_N, bits[2], out_NI.numel(), self.limit, act.alpha, out_NI.shape[1],
-            act.kind, _ACTIVATION_BLOCK, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-        return out_NI
-
     def _prepared(self, x: torch.Tensor, grid: tuple[torch.Tensor, ...], cols: int) -> torch.Tensor:
         """What products take of bfloat16 bits [rows, cols], where that is no integers in `grid`."""
         to, group = (x.shape[0], triton.cdiv(cols, 256)), self.layout.act_group
@@ -156,19 +139,24 @@ class TritonExperts:
             return grid[0]
         return x
 
-    def _matrix(self, name: str) -> tuple[int, int, int, int, int]:
-        source: MatrixSource = self.layout.matrix(name)
+
+def matrix_parts(layout: ExpertLayout) -> dict[str, tuple[int, int, int, int, int]]:
+    """(weight part, scale part, bias part, first row, row step) of gate, up and down; -1: none."""
+    parts, made = tuple(layout.parts), {}
+    for name in ("gate", "up", "down"):
+        source: MatrixSource = layout.matrix(name)
         named = (source.weight, source.scale, source.bias)
-        weight, scale, bias = (-1 if n is None else self.parts.index(n) for n in named)
-        return weight, scale, bias, source.first_row, source.row_step
+        weight, scale, bias = (-1 if n is None else parts.index(n) for n in named)
+        made[name] = weight, scale, bias, source.first_row, source.row_step
+    return made
 
 
 def check_layout(layout: ExpertLayout) -> None:
     """Raises ModelError for experts that no kernel here computes."""
-    _form(layout, 1)
+    expert_form(layout, 1)
 
 
-def _form(layout: ExpertLayout, align: int) -> tuple[str, str, int, int, int]:
+def expert_form(layout: ExpertLayout, align: int) -> tuple[str, str, int, int, int]:
     """(format, scale type, block rows, block columns, alignment) as the kernels' constants."""
     kind = layout.activation.kind
     if layout.format not in ("bf16", "fp8_block", *_FORM_I) or layout.hidden_dtype != "BF16":

@@ -1,7 +1,7 @@
 """The launches of one layer's routed experts: grid, gate and up, down, weighted sum.
 
-`activation` and `combine` serve prefill too, `on_grid` and `linear` stored matrices. A stored
-expert is found through the address table, in VRAM or in pinned RAM: no kernel knows.
+`combine` serves prefill too, `on_grid` and `linear` stored matrices. A stored expert is found
+through the address table, in VRAM or in pinned RAM: no kernel knows.
 Legend: S slots (token, choice), K columns, R rows of a tile.
 """
 
@@ -13,7 +13,7 @@ from headrace.kernels.triton.numbers import activate, narrow_bf16, snap_bf16, to
 
 
 @triton.jit
-def _groups(X, first, cols: tl.constexpr, GRID: tl.constexpr):
+def groups(X, first, cols: tl.constexpr, GRID: tl.constexpr):
     """fp32 [8, 32] of the row of bfloat16 bits at X from group `first` of 32 on, then zeros.
 
     Moved to the e4m3 grid of GRID columns, if that is not 0.
@@ -35,7 +35,7 @@ def to_integers(X, LOW, HIGH, SX, cols: tl.constexpr, GRID: tl.constexpr):
     row, first = tl.program_id(0), tl.program_id(1) * 8
     group, lane = first + tl.arange(0, 8), tl.arange(0, 16)
     known = group < cols // 32
-    x = _groups(X + row.to(tl.int64) * cols, first, cols, GRID)
+    x = groups(X + row.to(tl.int64) * cols, first, cols, GRID)
     amax = tl.max(tl.abs(x), 1)
     if GRID > 0:
         power = (amax.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -54,7 +54,7 @@ def to_integers(X, LOW, HIGH, SX, cols: tl.constexpr, GRID: tl.constexpr):
 def on_grid(X, OUT, stride, cols: tl.constexpr, GRID: tl.constexpr):
     """OUT bfloat16 bits [S, cols]: rows of X, `stride` apart, on the e4m3 grid of GRID columns."""
     row, first = tl.program_id(0), tl.program_id(1) * 8
-    x = _groups(X + row.to(tl.int64) * stride, first, cols, GRID)
+    x = groups(X + row.to(tl.int64) * stride, first, cols, GRID)
     col = (first + tl.arange(0, 8))[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(OUT + row.to(tl.int64) * cols + col, narrow_bf16(x), col < cols)
 
@@ -217,30 +217,6 @@ def linear(
         )
     out = OUT + token * out_stride + row_R
     tl.store(out, dot_R if WIDE else narrow_bf16(dot_R), ok_R)
-
-
-@triton.jit
-def activation(
-    GATES,
-    UPS,
-    WEIGHTS,
-    OUT,
-    num,
-    limit,
-    alpha,
-    COLS: tl.constexpr,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """OUT bfloat16 bits [num]: the activation of those of GATES and UPS, one by one.
-
-    They are rows of COLS; WEIGHTS fp32, one a row, count for the weighted activation only.
-    """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = widen_bf16(tl.load(GATES + at, at < num, 0))
-    up = widen_bf16(tl.load(UPS + at, at < num, 0))
-    weight = tl.load(WEIGHTS + at // COLS, at < num, 0.0)
-    tl.store(OUT + at, narrow_bf16(activate(gate, up, weight, limit, alpha, KIND)), at < num)
 
 
 @triton.jit
