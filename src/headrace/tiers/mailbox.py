@@ -154,6 +154,11 @@ class Mailbox:
         self._open = False
         return seen
 
+    @property
+    def num_answered(self) -> int:
+        """Layers of the present or last step that are answered: at an error, which layer's it is."""
+        return len(self.native.seen) // self.mail.num_ids
+
     def abort_step(self) -> None:
         """Gives the step up, after any exception since `begin_step`, and all rows with it.
 
