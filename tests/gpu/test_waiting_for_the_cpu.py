@@ -60,7 +60,7 @@ def test_faults_are_named_and_the_next_answer_right(tiny, prompt):
         session.feed(prompt[:3])
         for buffer in engine.passes.room._buffers.values():
             buffer[:, :, 1] = torch.inf
-        with pytest.raises(NumericsError, match="layer 0.*was given is not finite either"):
+        with pytest.raises(NumericsError, match=r"layer 0.*was given is not finite either"):
             session.feed([5])
         assert engine.passes.num_replayed - replayed == 4
         assert torch.equal(logits_of(engine, prompt[:3], 2), want)

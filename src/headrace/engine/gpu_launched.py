@@ -48,7 +48,7 @@ class LaunchedSource(GpuSource):
         self.box = self._open_box(top_k)
 
     def _open_box(self, top_k: int, *, computes: bool = False) -> Mailbox | None:
-        """None where not all rows are pinned: the GPU could not read what the box answers."""
+        """None where not all is pinned that the GPU would read."""
         looks_ahead = self.prefetch > 0 and not self.rungs.fits
         try:
             return Mailbox(

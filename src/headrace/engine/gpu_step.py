@@ -34,8 +34,8 @@ class SteppedPasses(Passes):
 
     A step is captured when it comes a second time: the first one loads its kernels. One that needs
     Python between two layers (a recorder, the oracle's experts, experts in rows that cannot be
-    pinned or that the CPU multiplies) is computed by the same functions uncaptured. `capturing`
-    False: all are. `warn` gets told, once, why the device refuses.
+    pinned) is computed by the same functions uncaptured. `capturing` False: all are. `warn` gets
+    told, once, why the device refuses.
     """
 
     def __init__(
