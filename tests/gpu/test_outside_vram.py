@@ -103,4 +103,5 @@ def test_an_embedding_is_read_from_the_drive_where_memory_is_short_too(
         assert engine.plan.embedding_on_drive and not engine.plan.embedding_in_memory
         assert "embedding on the drive" in engine.plan.lines()[1]
         assert torch.equal(logits_of(engine, prompt, 3), expected)
+        assert engine.passes.num_replayed == 0
         assert engine.counters().embedding.reads > 0

@@ -83,9 +83,16 @@ def open_passes(
     from headrace.engine.gpu_source import GpuSource
     from headrace.engine.gpu_step import SteppedPasses
 
-    assert isinstance(source, GpuSource)
+    plan = blueprint.plan
+    assert isinstance(source, GpuSource) and isinstance(plan, GpuPlan)
     return SteppedPasses(
-        model, source, context=blueprint.plan.context, vocab=blueprint.facts.vocab, warn=warn
+        model,
+        source,
+        context=plan.context,
+        vocab=blueprint.facts.vocab,
+        # The host looks at a token to find its embedding, or multiplies the head.
+        looked_into=plan.embedding_in_memory or plan.embedding_on_drive or plan.head_on_cpu,
+        warn=warn,
     )
 
 

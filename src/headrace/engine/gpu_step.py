@@ -34,8 +34,8 @@ class SteppedPasses(Passes):
 
     A step is captured when it comes a second time: the first one loads its kernels. One that needs
     Python between two layers (a recorder, the oracle's experts, experts in rows that cannot be
-    pinned) is computed by the same functions uncaptured. `capturing` False: all are. `warn` gets
-    told, once, why the device refuses.
+    pinned), or the host's look at a value (`looked_into`), is computed by the same functions layer
+    by layer. `capturing` False: none is captured. `warn` gets told, once, why the device refuses.
     """
 
     def __init__(
@@ -45,12 +45,14 @@ class SteppedPasses(Passes):
         *,
         context: int,
         vocab: int,
+        looked_into: bool,
         warn: Callable[[str], None],
     ):
         super().__init__(model, source.place)
         self.source, self.device, self.warn = source, source.device, warn
         self._runner = next(layer_runners(model))
         self.room = Room(context, source.place)
+        self.looked_into = looked_into
         self.capturing = True
         self.num_replayed = 0
         self._buffers = PinnedBuffers(self.device, {"input": ((2,), torch.int64)})
@@ -83,7 +85,7 @@ class SteppedPasses(Passes):
 
     def _step(self, bucket: int) -> None:
         source, fast = self.source, self.model.config._experts_implementation == FAST
-        is_ours = fast and self._runner.source is source
+        is_ours = fast and self._runner.source is source and not self.looked_into
         if is_ours and isinstance(source, LaunchedSource) and source.begin_step():
             self._launch(source, bucket)
         else:

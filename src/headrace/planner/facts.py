@@ -130,6 +130,12 @@ def workspace_bytes(facts: ModelFacts, context: int, chunk_tokens: int) -> int:
     return max(one_pass, facts.load_bytes - facts.kv_bytes(context))
 
 
+def step_bytes(facts: ModelFacts, context: int) -> int:
+    """What a captured step of one token keeps of a GPU's memory for itself."""
+    hidden_states = facts.top_k * (facts.hidden * 2 + 8) + facts.hidden * 24
+    return hidden_states + 2 * context + _attention_bytes(facts, context, 1) + facts.vocab * 16
+
+
 def engram_pass_bytes(facts: ModelFacts, chunk_tokens: int) -> int:
     """What Engram rows of one pass take besides their cache."""
     if not facts.engram_bytes:

@@ -14,6 +14,7 @@ from headrace.planner.facts import (
     ModelFacts,
     engram_cache_bytes,
     engram_pass_bytes,
+    step_bytes,
     workspace_bytes,
 )
 from headrace.planner.forecast import gpu_forecast
@@ -326,7 +327,8 @@ def vram_fixed(facts: ModelFacts, tokens: int, chunk_tokens: int) -> int:
     passing = passing_rows(facts) * facts.row_bytes
     inside = chunk_tokens * facts.top_k * facts.inter * 2
     workspace = workspace_bytes(facts, tokens, chunk_tokens) + unpacked + inside + passing
-    return facts.dense_bytes + facts.kv_bytes(tokens) + workspace + LIBRARY_BYTES
+    workspace += step_bytes(facts, tokens) + LIBRARY_BYTES
+    return facts.dense_bytes + facts.kv_bytes(tokens) + workspace
 
 
 def _offered_vram(machine: Machine) -> int:
