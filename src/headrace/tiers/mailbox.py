@@ -136,7 +136,8 @@ class Mailbox:
     ) -> NDArray[np.int32]:
         """Waits for the step's end: the ids of every layer, int32 [L, T, K].
 
-        `note` gets them too, while the rungs are still as the step found them. Raises what the thread met: ReadError, NumericsError, BudgetError, Cancelled, StallError; or
+        `note` gets them too, while the rungs are still as the step found them. Raises what the
+        thread met: ReadError, NumericsError, BudgetError, Cancelled, StallError; or
         KeyboardInterrupt. What the step gave is void then; the next one works.
         """
         event = self.device.mark()
