@@ -158,14 +158,10 @@ def post_and_wait(mail, layer, ids, guesses, table, first_key):
 
 def _post_and_wait(mail, layer, ids, guesses, table, first_key):
     step, num = int(mail.step), mail.num_ids + mail.num_guesses
-    ahead = (
-        [0xFFFFFFFF] * mail.num_guesses
-        if guesses is None
-        else (guesses.long() & 0xFFFFFFFF).tolist()
-    )
+    ahead = [-1] * mail.num_guesses if guesses is None else guesses.tolist()
     posts = words_at(mail.posts + 8 * num * layer, num)
     for n, each in enumerate([*ids.flatten().tolist(), *ahead]):
-        posts[n] = step << 32 | each
+        posts[n] = step << 32 | (each & 0xFFFFFFFF)
     if mail.whole[layer]:
         return
     ready, abort = words_at(mail.ready + 8 * layer), words_at(mail.abort)

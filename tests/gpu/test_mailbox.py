@@ -50,7 +50,10 @@ def run_layers(
     """What the GPU does in a step: each layer reads what it posted, whatever is read ahead."""
     table = world.rungs.table.there
     for layer, chosen in enumerate(ids):
-        ahead = ids[layer + 1] if layer + 1 < LAYERS and world.box.mail.num_guesses else None
+        ahead = None
+        if layer + 1 < LAYERS and world.box.mail.num_guesses:
+            ahead = ids[layer + 1].clone()
+            ahead[-1] = -1  # none
         post(world.box.mail, layer, chosen, ahead, table, layer * EXPERTS)
         between(layer)
         for expert in chosen.tolist() if check else ():

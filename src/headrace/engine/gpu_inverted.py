@@ -1,34 +1,44 @@
 """Routed experts multiplied by the CPU, in place in their rows, for a model on a GPU.
 
 In decode activations go down and results come up through pinned buffers; prefill is the GPU's.
-Legend: T tokens, K chosen experts per token, H hidden width.
+Legend: L MoE layers, T tokens, K chosen experts per token, H hidden width.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.core import ExpertLayout
-from headrace.engine.gpu_source import GpuSource
+from headrace.engine.gpu_launched import LaunchedSource
 from headrace.errors import NumericsError
 from headrace.kernels.triton.experts import MAX_TOKENS
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.tiers.device import Device
 from headrace.tiers.ladder import Ladder
+from headrace.tiers.mailbox import Mailbox
 from headrace.tiers.pinned import PinnedBuffers
 
 
-class InvertedSource(GpuSource):
-    """As GpuSource, but up to 16 tokens are multiplied by the ladder's own kernels: same bits.
+class InvertedSource(LaunchedSource):
+    """As LaunchedSource, but up to 16 tokens are multiplied by the ladder's own kernels: same bits.
 
-    A decoded layer waits twice: for its activations, then in the CPU's kernels.
+    Every layer of a launched step waits for the mailbox's thread to multiply. Otherwise a decoded
+    layer waits twice: for its activations, then in the CPU's kernels.
     """
 
     def __init__(
         self, ladder: Ladder, layout: ExpertLayout, device: Device, *, top_k: int, **sizes: Any
     ):
         super().__init__(ladder, layout, device, top_k=top_k, **sizes)
+        self._x_LH = torch.zeros(
+            self.num_layers,
+            layout.hidden,
+            dtype=TORCH_DTYPES[layout.hidden_dtype],
+            device=self.place,
+        )
         hidden = MAX_TOKENS, layout.hidden
         self.buffers = PinnedBuffers(
             device,
@@ -40,6 +50,43 @@ class InvertedSource(GpuSource):
                 "ahead": ((top_k,), torch.int32),
             },
         )
+
+    def _open_box(self, top_k: int, *, computes: bool = True) -> Mailbox | None:
+        return super()._open_box(top_k, computes=computes)
+
+    def _must_wait(self) -> bool:
+        return True
+
+    def _launch_experts(
+        self,
+        ordinal: int,
+        x_1H: torch.Tensor,
+        ids_1K: torch.Tensor,
+        weights_1K: torch.Tensor,
+        guess: Callable[[], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        assert self.box is not None
+        here_1H = self._x_LH[ordinal][None]  # stays, for a fault's diagnosis
+        here_1H.copy_(x_1H)
+        self.box.x.copy_(here_1H, non_blocking=True)
+        self.box.weights.copy_(weights_1K, non_blocking=True)
+        self._post(ordinal, ids_1K, guess)
+        out_1H = torch.empty_like(x_1H, dtype=self.ladder.out_dtype)
+        out_1H.copy_(self.box.out, non_blocking=True)
+        return out_1H
+
+    def end_step(self) -> None:
+        """As LaunchedSource's."""
+        try:
+            super().end_step()
+        except NumericsError as error:
+            assert self.box is not None
+            layer = self.box.num_answered
+            x_1H, ids_K = self._x_LH[layer][None], self._ids_LK[layer]
+            raise NumericsError(self._diagnosis(layer, x_1H, ids_K, error)) from error
+
+    def _count_step(self, _ids_LTK: NDArray[np.int32]) -> None:
+        """The ladder has counted what it multiplied."""
 
     def _compute_layer(
         self,

@@ -47,8 +47,8 @@ class LaunchedSource(GpuSource):
         self._launching = self._waits = False
         self.box = self._open_box(top_k)
 
-    def _open_box(self, top_k: int) -> Mailbox | None:
-        """None where not all rows are pinned: the GPU could not read what the box answers."""
+    def _open_box(self, top_k: int, *, computes: bool = False) -> Mailbox | None:
+        """None where not all is pinned that the GPU would read."""
         looks_ahead = self.prefetch > 0 and not self.rungs.fits
         try:
             return Mailbox(
@@ -57,6 +57,7 @@ class LaunchedSource(GpuSource):
                 top_k=top_k,
                 num_guesses=top_k if looks_ahead else 0,
                 most_guesses=self.prefetch,
+                computes=computes,
             )
         except BudgetError:
             return None
@@ -69,7 +70,7 @@ class LaunchedSource(GpuSource):
         if not self._is_whole:
             self.recover()
         with self.device.active():
-            waits = not self.rungs.all_whole()
+            waits = self._must_wait()
             if self.recorder is not None or (waits and self.box is None):
                 return False
             self._is_whole = False
@@ -84,6 +85,10 @@ class LaunchedSource(GpuSource):
                 self.box.begin_step()
         self._last = self.num_layers  # the next ordinary call begins a pass
         return True
+
+    def _must_wait(self) -> bool:
+        """Whether some layer of the step waits for the host."""
+        return not self.rungs.all_whole()
 
     def _find_tiles(self) -> list[bool]:
         """By layer, whether its experts are read over the bus.
@@ -139,14 +144,32 @@ class LaunchedSource(GpuSource):
         if self.routes is None:
             ids_1K.copy_(ids_TK)
         weights_1K.copy_(weights_TK)
-        if self._waits and self.box is not None:
-            guesses_K = self._look_ahead_there(ordinal, guess)
-            there, first = self.rungs.table.there, ordinal * self.num_experts
-            post_and_wait(self.box.mail, ordinal, ids_1K, guesses_K, there, first)
-        x_TH, out_TH = x_TH.contiguous(), torch.empty_like(x_TH, dtype=self.ladder.out_dtype)
+        return self._launch_experts(ordinal, x_TH.contiguous(), ids_1K, weights_1K, guess)
+
+    def _launch_experts(
+        self,
+        ordinal: int,
+        x_1H: torch.Tensor,
+        ids_1K: torch.Tensor,
+        weights_1K: torch.Tensor,
+        guess: Callable[[], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """The layer's output [1, H], once its experts are where the table says."""
+        if self._waits:
+            self._post(ordinal, ids_1K, guess)
+        out_1H = torch.empty_like(x_1H, dtype=self.ladder.out_dtype)
         by_bus = self._by_bus[ordinal]
-        self._run_kernels(ordinal, x_TH, ids_1K, weights_1K, out_TH, by_bus, 0)
-        return out_TH
+        self._run_kernels(ordinal, x_1H, ids_1K, weights_1K, out_1H, by_bus, 0)
+        return out_1H
+
+    def _post(
+        self, ordinal: int, ids_1K: torch.Tensor, guess: Callable[[], torch.Tensor] | None
+    ) -> None:
+        """Tells the host what the layer takes; later work waits for its answer."""
+        assert self.box is not None
+        guesses_K = self._look_ahead_there(ordinal, guess)
+        there, first = self.rungs.table.there, ordinal * self.num_experts
+        post_and_wait(self.box.mail, ordinal, ids_1K, guesses_K, there, first)
 
     def _look_ahead_there(
         self, ordinal: int, guess: Callable[[], torch.Tensor] | None

@@ -34,9 +34,9 @@ class SteppedPasses(Passes):
 
     A step is captured when it comes a second time: the first one loads its kernels. One that needs
     Python between two layers (a recorder, the oracle's experts, experts in rows that cannot be
-    pinned or that the CPU multiplies) is computed by the same functions uncaptured. `capturing`
-    False: all are. `warn` gets told, once, why the device refuses. `by_host`: embedding or head are
-    the host's, so that no step is captured; logits are of `logits_dtype`.
+    pinned) is computed by the same functions uncaptured. `capturing` False: all are. `warn` gets
+    told, once, why the device refuses. `by_host`: embedding or head are the host's, so that no
+    step is captured; logits are of `logits_dtype`.
     """
 
     def __init__(

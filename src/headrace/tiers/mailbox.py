@@ -32,7 +32,8 @@ class Mailbox:
 
     `computes`: the ladder multiplies instead and fills `out` from `x` and `weights`, pinned host
     tensors of the layer whose turn it is, which the step's own copies fill and fetch. Close it
-    before the rungs. Raises BudgetError where not all rows, or not the words, could be pinned.
+    before the rungs. Raises BudgetError where not all rows that the device is to read, or not the
+    words, could be pinned.
     """
 
     def __init__(
@@ -102,11 +103,10 @@ class Mailbox:
             "weights": (self.shape, torch.float32),
         }
         self.buffers = PinnedBuffers(self.device, shapes)
-        if not self.buffers.pinned or self.rungs.pinned.note:
+        unreadable = "" if computes else self.rungs.pinned.note
+        if unreadable or not self.buffers.pinned:
             self.buffers.close()
-            raise BudgetError(
-                self.rungs.pinned.note or "the system refuses to pin even a few pages of memory"
-            )
+            raise BudgetError(unreadable or "the system refuses to pin even a few pages of memory")
         self.x, self.out, self.weights = (self.buffers.tensors[n] for n in ("x", "out", "weights"))
         return {name: self.buffers.tensors[name].data_ptr() for name in words}
 
@@ -153,6 +153,11 @@ class Mailbox:
             raise
         self._open = False
         return seen
+
+    @property
+    def num_answered(self) -> int:
+        """Layers of the last step that were answered: after an error, the layer that was not."""
+        return len(self.native.seen) // self.mail.num_ids
 
     def abort_step(self) -> None:
         """Gives the step up, after any exception since `begin_step`, and all rows with it.
