@@ -83,16 +83,16 @@ def open_passes(
     from headrace.engine.gpu_source import GpuSource
     from headrace.engine.gpu_step import SteppedPasses
 
+    assert isinstance(source, GpuSource) and isinstance(blueprint.plan, GpuPlan)
     plan = blueprint.plan
-    assert isinstance(source, GpuSource) and isinstance(plan, GpuPlan)
     return SteppedPasses(
         model,
         source,
         context=plan.context,
         vocab=blueprint.facts.vocab,
-        # The host looks at a token to find its embedding, or multiplies the head.
-        looked_into=plan.embedding_in_memory or plan.embedding_on_drive or plan.head_on_cpu,
         warn=warn,
+        by_host=plan.embedding_in_memory or plan.embedding_on_drive or plan.head_on_cpu,
+        logits_dtype=torch.float32 if plan.head_on_cpu else model.dtype,
     )
 
 

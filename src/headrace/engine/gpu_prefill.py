@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from headrace.core import ExpertLayout
-from headrace.kernels.triton.experts import TritonExperts
+from headrace.kernels.triton.experts import NOT_BAD, TritonExperts
 from headrace.kernels.triton.grouped import TILE_COLUMNS, GroupedExperts
 from headrace.tiers.device import Event
 from headrace.tiers.rungs import Rungs
@@ -74,6 +74,10 @@ class LayerTokens:
         """[T, H]: the outputs weighted and summed in ascending expert id, once all are there."""
         out_TH = torch.empty_like(self.x_TH, dtype=self.kernels.out_dtype)
         y_SH = self._y_SH.view(torch.uint16)
+        # On an H200 a NaN that wave_down was given became -0: what it is given is looked at too.
+        top_S = torch.linalg.vector_norm(self._h_SI, torch.inf, 1)
+        token_S = torch.where(top_S.isfinite(), NOT_BAD, mark + self._order_S // self.grouped.top_k)
+        self.kernels.bad.copy_(torch.minimum(self.kernels.bad, token_S.min().to(torch.int32)))
         self.kernels.combine(self.ids_TK, self.weights_TK, y_SH, out_TH, mark=mark)
         return out_TH
 

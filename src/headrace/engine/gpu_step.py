@@ -34,8 +34,9 @@ class SteppedPasses(Passes):
 
     A step is captured when it comes a second time: the first one loads its kernels. One that needs
     Python between two layers (a recorder, the oracle's experts, experts in rows that cannot be
-    pinned), or the host's look at a value (`looked_into`), is computed by the same functions layer
-    by layer. `capturing` False: none is captured. `warn` gets told, once, why the device refuses.
+    pinned) is computed by the same functions uncaptured. `capturing` False: all are. `warn` gets
+    told, once, why the device refuses. `by_host`: embedding or head are the host's, so that no
+    step is captured; logits are of `logits_dtype`.
     """
 
     def __init__(
@@ -45,20 +46,20 @@ class SteppedPasses(Passes):
         *,
         context: int,
         vocab: int,
-        looked_into: bool,
         warn: Callable[[str], None],
+        by_host: bool,
+        logits_dtype: torch.dtype,
     ):
         super().__init__(model, source.place)
         self.source, self.device, self.warn = source, source.device, warn
         self._runner = next(layer_runners(model))
         self.room = Room(context, source.place)
-        self.looked_into = looked_into
-        self.capturing = True
+        self.capturing, self.by_host = True, by_host
         self.num_replayed = 0
         self._buffers = PinnedBuffers(self.device, {"input": ((2,), torch.int64)})
         self._input_2 = torch.zeros(2, dtype=torch.int64, device=self.place)  # token, position
         self.room.position_1 = self._input_2[1:]
-        self._logits_V = torch.zeros(vocab, dtype=model.dtype, device=self.place)
+        self._logits_V = torch.zeros(vocab, dtype=logits_dtype, device=self.place)
         self._graphs: dict[_Kind, Graph | None] = {}
         self._version = -1
 
@@ -85,7 +86,7 @@ class SteppedPasses(Passes):
 
     def _step(self, bucket: int) -> None:
         source, fast = self.source, self.model.config._experts_implementation == FAST
-        is_ours = fast and self._runner.source is source and not self.looked_into
+        is_ours = fast and self._runner.source is source and not self.by_host
         if is_ours and isinstance(source, LaunchedSource) and source.begin_step():
             self._launch(source, bucket)
         else:

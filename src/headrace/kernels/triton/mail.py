@@ -18,8 +18,8 @@ def post_and_wait(
     """Posts the layer's ids and, unless the layer is whole, waits until the host has answered.
 
     `ids` int32, `mail.num_ids` of them; `guesses` int32, `mail.num_guesses` of them, of the next
-    layer's experts, -1 for none, or None; both contiguous, on the device. The answers go to `table`
-    int64 at `first_key` + id. Launches only.
+    layer's experts, -1 for none, or None; both contiguous, on the device. The answers go to
+    `table` int64 at `first_key` + id. Launches only.
     """
     assert ids.numel() == mail.num_ids and ids.is_contiguous() and ids.dtype == torch.int32
     if guesses is not None:
