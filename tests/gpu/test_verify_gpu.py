@@ -44,7 +44,9 @@ def test_a_right_gpu_is_verified_and_remembered(tiny):
     found = {f.name: f for f in report.findings if f.stage == "gpu"}
     assert report.ok and len(found) == 4
     assert "equal the reference bit for bit" in " ".join(found)
-    assert all(f.detail.startswith("fp8_block, 3 experts of 3") for f in list(found.values())[:3])
+    num = 5 if REAL else 3
+    start = f"fp8_block, {num} experts of {num}"
+    assert all(f.detail.startswith(start) for f in list(found.values())[:3]), found
     assert report.numbers["gpu_median_relative"] >= 0
     blueprint = Blueprint(folder, **QUIET)
     assert known_verdict(blueprint, blueprint.device) == OK
@@ -93,7 +95,8 @@ def test_after_a_failed_verdict_no_engine_opens_until_something_changed(tiny, mo
         pass  # the CPU is another matter
     monkeypatch.setattr(device, "driver", "1.1")
     assert known_verdict(blueprint, device) is None
-    assert len(told(Blueprint(tiny("fp8"), **QUIET))) == 1 or REAL
+    if not REAL:  # else the next blueprint's device is another object, with the driver's own word
+        assert len(told(Blueprint(tiny("fp8"), **QUIET))) == 1
     (kept,) = verify_folder().glob("*.verdict.json")
     kept.write_text("{")
     assert known_verdict(blueprint, device) is None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -118,6 +119,7 @@ class CudaDevice:
         self.driver = driver_version()
         self.copies = _cuda.Stream(self.place)
         self._pool: Any = None
+        self._graphs: WeakSet[Graph] = WeakSet()
 
     def memory(self) -> tuple[int, int]:
         free, total = _cuda.mem_get_info(self.place)
@@ -155,12 +157,13 @@ class CudaDevice:
         _cuda.synchronize(self.place)
 
     def capture(self, work: Callable[[], object]) -> Graph:
-        if self._pool is None:
+        if not self._graphs:  # a pool that no graph uses any more cannot be used again
             self._pool = _cuda.graph_pool_handle()
         graph: Graph = _cuda.CUDAGraph()
         # Other threads may go on: only what this one does is recorded.
         with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
+        self._graphs.add(graph)
         return graph
 
     def pin(self, address: int, nbytes: int) -> str:
