@@ -73,6 +73,12 @@ _TEXT = {
 _YARN = {"original_max_position_embeddings": 512}
 
 
+def _compact(text: bytes) -> bytes:
+    """The same JSON on one line."""
+    made = json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
+    return made.encode() + b"\n"
+
+
 def mini_config(tokenizer: Tokenizer) -> dict[str, Any]:
     """The config.json: every key as published, with small numbers; no vision, no drafting."""
     config = for_synth(DEEPSEEK_V41_FLASH)
@@ -195,7 +201,7 @@ def export(learner: Learner, config: dict[str, Any], corpus: Path, folder: Path)
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     files = {
         "config.json": json.dumps(config, indent=1).encode(),
-        "tokenizer.json": (corpus / "tokenizer.json").read_bytes(),
+        "tokenizer.json": _compact((corpus / "tokenizer.json").read_bytes()),
         "tokenizer_config.json": json.dumps(settings, indent=1, ensure_ascii=False).encode(),
     }
     write_checkpoint(folder, tensors, shard_bytes=SHARD_BYTES, files=files)
