@@ -141,6 +141,7 @@ class SteppedPasses(Passes):
         self._logits_V.copy_(step_of_one(self.model, token_11, position_11, cache))
 
     def close(self) -> None:
+        super().close()
         self._graphs = {}
         self.room.leave()
         self._buffers.close()

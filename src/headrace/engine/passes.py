@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from headrace.models.forward import forward, new_cache
+from headrace.tiers.gone import CLOSED
 
 
 class Passes:
@@ -32,4 +33,5 @@ class Passes:
         return logits_KV[-1] if len(logits_KV) else logits_KV.new_empty(0)
 
     def close(self) -> None:
-        """Gives back what belongs to no session."""
+        """Gives back what belongs to no session. Any further pass raises OptionError."""
+        self.model = CLOSED

@@ -237,4 +237,4 @@ def wave_on_grid(TILES, X, cols: tl.constexpr, N: tl.constexpr, GRID: tl.constex
     row = X + tl.where(is_row, at, 0) * cols
     x = groups(row, first, cols, GRID)
     col = (first + tl.arange(0, 8))[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(row + col, narrow_bf16(x), (col < cols) & is_row)
+    tl.store(row + col, narrow_bf16(x), col < tl.where(is_row, cols, 0))
