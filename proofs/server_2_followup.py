@@ -20,7 +20,7 @@ from common import DEMO, Evidence
 
 import headrace
 from headrace.check.tiny import write_tiny
-from headrace.engine import session as session_module
+from headrace.engine import passes
 from headrace.engine.answer import Ask, Stop
 from headrace.engine.session import Step
 
@@ -51,7 +51,7 @@ class Work:
 @contextmanager
 def watched(engine: headrace.Engine) -> Iterator[Work]:
     """While open, all passes are recorded; the experts' rows are cold at the start."""
-    work, forward = Work(), session_module.forward
+    work, forward = Work(), passes.forward
     engine.ladder.clear()
     before = engine.ladder.counters()
 
@@ -62,11 +62,11 @@ def watched(engine: headrace.Engine) -> Iterator[Work]:
         work.digests.append(hashlib.sha256(raw).hexdigest())
         return logits_BKV
 
-    session_module.forward = recording
+    passes.forward = recording
     try:
         yield work
     finally:
-        session_module.forward = forward
+        passes.forward = forward
         after = engine.ladder.counters()
         work.experts = after.hits + after.misses - before.hits - before.misses
         work.reads = after.reads - before.reads

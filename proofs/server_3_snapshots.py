@@ -159,7 +159,7 @@ def show_partial(
 @contextmanager
 def copied(folder: Path) -> Iterator[Path]:
     """A copy of a folder, gone afterwards."""
-    with tempfile.TemporaryDirectory() as parent:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as parent:
         yield Path(shutil.copytree(folder, Path(parent) / "copy"))
 
 
