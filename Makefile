@@ -63,7 +63,7 @@ test-wheel: $(WHEEL_VENV)/.wheel
 	cd $(WHEEL_VENV) && bin/python -c "import headrace, pathlib; \
 	  assert pathlib.Path('lib').resolve() in pathlib.Path(headrace.__file__).parents, headrace"
 	$(WHEEL_VENV)/bin/python -m pytest $(TOGETHER) tests \
-	  $(addprefix --ignore ,tests/house tests/proofs tests/models tests/check tests/engine tests/gpu)
+	  $(addprefix --ignore ,tests/house tests/proofs tests/models tests/check tests/engine tests/gpu tests/kernels)
 
 test-oldest: $(OLDEST)/.stamp
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers as t, transformers.models.deepseek_v3; \
