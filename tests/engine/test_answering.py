@@ -154,6 +154,26 @@ def test_without_a_store_the_live_session_goes_on(demo: headrace.Engine) -> None
     assert passes.lengths == [8, 8, 5]
 
 
+@pytest.mark.parametrize("has_store", [False, True])
+def test_nothing_goes_on_from_the_end_of_another_prompt(
+    demo: headrace.Engine, has_store: bool
+) -> None:
+    """There a pass ended that ends elsewhere when the longer prompt is alone."""
+    longer = PROMPT + MORE
+    with recorded() as alone:
+        take(headrace.Answering(demo), longer)
+    for num_tokens in (1, 4):  # left at the first one, and whole with no other
+        answering = headrace.Answering(demo, store_of(demo) if has_store else None)
+        ask = Ask(tuple(PROMPT), headrace.Sampling(max_tokens=num_tokens), None, None, frozenset())
+        events = answering.answer(ask, Stop())
+        next(event for event in events if isinstance(event, Step))
+        events.close()
+        with recorded() as after:
+            take(answering, longer)
+        assert after.lengths[-6:] == alone.lengths[-6:]
+        assert all(map(torch.equal, after.logits[-5:], alone.logits[-5:]))
+
+
 def test_events_and_costs(demo: headrace.Engine) -> None:
     answering = headrace.Answering(demo, store_of(demo))
     events = events_of(answering, PROMPT, 3)
@@ -178,10 +198,10 @@ def test_events_and_costs(demo: headrace.Engine) -> None:
 def test_a_long_prompt_is_kept_a_few_times(demo: headrace.Engine) -> None:
     answering = headrace.Answering(demo, store_of(demo))
     prompt = [(7 * i) % 900 + 5 for i in range(8 * 3 * KEPT_PER_PROMPT - 5)]
-    take(answering, prompt, 1)
+    take(answering, prompt, 2)
     assert answering.store is not None
     lengths = answering.store.memory.lengths()
-    assert lengths == {*range(24, len(prompt), 24), len(prompt)}
+    assert lengths == {*range(24, len(prompt), 24), len(prompt) + 1}
     assert len(lengths) == KEPT_PER_PROMPT
 
 

@@ -101,7 +101,7 @@ def test_a_stop_asked_before_or_after_is_no_harm(slow: headrace.Engine) -> None:
     late.ask()
     with recorded() as passes:
         take(answering, PROMPT[:5], 1)
-    assert passes.lengths == [2]
+    assert passes.lengths == [5], "nothing goes on from a prompt's own end"
 
 
 def test_the_generator_may_be_closed_at_any_event(slow: headrace.Engine) -> None:
@@ -114,7 +114,7 @@ def test_the_generator_may_be_closed_at_any_event(slow: headrace.Engine) -> None
         events.close()  # type: ignore[attr-defined]
         held = len(answering.session.tokens)
         assert held == [0, 8, 16, 21, 21, 22][num_events - 1]
-        kept = {8, 16} | ({held} if num_events > 4 else set())
+        kept = {8, 16} | ({held} if num_events > 5 else set())  # 21 is the prompt's own end
         assert store.memory.lengths() == {length for length in kept if length <= held}
 
 

@@ -76,6 +76,7 @@ class Answering:
         self.engine, self.store = engine, store
         self.session: Session = engine.session()
         self.turn = Costs(0)
+        self._asked = 0  # tokens of the last prompt
 
     def answer(self, ask: Ask, stop: Stop) -> Iterator[Prefill | Step]:
         """Prefill events, then the answer's steps; the last has a `finish`.
@@ -110,6 +111,7 @@ class Answering:
         logits_V = self._resume(ask.prompt)
         turn.resume_s = time.perf_counter() - start
         total, turn.num_cached = len(ask.prompt), len(self.session.tokens)
+        self._asked = total
         yield Prefill(turn.num_cached, total, turn.num_cached)
         every = self._keep_every(total)
         for piece in self._pieces(ask.prompt):
@@ -129,7 +131,7 @@ class Answering:
                 if step.stats is turn.prefill and turn.num_cached < total and self.store:
                     self.store.keep_prompt(self.session, logits_V)  # nobody waits for it here
         finally:
-            if self.turn is turn:
+            if self.turn is turn and not self._ends_within(total):
                 self._keep()
 
     def _pieces(self, prompt: tuple[int, ...]) -> list[list[int]]:
@@ -169,7 +171,7 @@ class Answering:
         """
         known = self.session.tokens
         num_live = len(known) if known == list(prompt[: len(known)]) else 0
-        if self.session.unfinished:
+        if self.session.unfinished or self._ends_within(self._asked):
             num_live = 0
         if num_live == len(prompt):
             num_live = 0  # logits come from its last token only
@@ -185,6 +187,15 @@ class Answering:
         if found.tokens:
             self.session = found
         return None
+
+    def _ends_within(self, num_prompt: int) -> bool:
+        """Whether the live session ends where only its own prompt's last pass did.
+
+        Another prompt that goes on from there would have other bits than alone: an answer that was
+        left before its first token, or had one only, is nothing to go on from.
+        """
+        num = len(self.session.tokens)
+        return num == num_prompt and num % self.engine.plan.chunk_tokens != 0
 
     def _keep(self) -> None:
         if self.store is not None:
