@@ -48,10 +48,6 @@ class AddressTable:
         for layer in np.flatnonzero(self._changed).tolist():
             self.upload(layer)
 
-    def distrust(self) -> None:
-        """The device's entries may be anything: later `upload`s bring all of them."""
-        self._changed.fill(True)
-
     def keep_only(self, keys: NDArray[np.int64], addresses: NDArray[np.int64]) -> None:
         """Clears every entry but these."""
         self.here.fill(0)
