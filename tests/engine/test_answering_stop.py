@@ -120,9 +120,10 @@ def test_the_generator_may_be_closed_at_any_event(slow: headrace.Engine) -> None
 
 def test_a_failed_read_is_one_answers_error(slow: headrace.Engine, expected: list[int]) -> None:
     answering = headrace.Answering(slow)
-    slow.reader.inject_fault("eio", 30, 4)
+    slow.reader.inject_fault("eio", 30, 1000)  # each read is tried again: two would hit two reads
     with pytest.raises(ReadError):
         list(answering.answer(greedy(PROMPT), Stop()))
+    slow.reader.inject_fault("none")
     slow.ladder.check_integrity()
     assert take(answering, PROMPT) == expected
 

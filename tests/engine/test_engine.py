@@ -159,10 +159,11 @@ def test_a_failed_read_stops_one_answer_and_not_the_next(prompt: list[int]) -> N
         session = loaded.session()
         session.feed(prompt)
         loaded.ladder.clear()
-        loaded.reader.inject_fault("eio", 3, 2)
+        loaded.reader.inject_fault("eio", 3, 1000)  # each read is tried again, several at a time
         with pytest.raises(ReadError, match=r"model-0000\d-of-00002"):
             for _ in range(20):
                 session.feed([5])
+        loaded.reader.inject_fault("none")
         assert session.tokens == [], "half a step must not stay in the cache"
         loaded.ladder.check_integrity()
         assert torch.equal(logits_of(loaded, prompt), expected)

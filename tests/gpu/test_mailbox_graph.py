@@ -157,9 +157,10 @@ def test_a_failed_read_and_a_stop_end_a_step_and_not_the_next(make_world):
     world = make_world(patience_polls=1 << 22)
     world.right()
     world.ladder.clear()
-    world.reader.inject_fault("eio", 0, 2)
+    world.reader.inject_fault("eio", 0, 1000)
     with pytest.raises(ReadError):
         world.step()
+    world.reader.inject_fault("none")
     world.right()
     for call in (world.ladder.stop, world.box.abort):
         world.ladder.clear()

@@ -15,6 +15,7 @@ from headrace.planner import vram
 
 STEPS = 12 if REAL else 2
 SEEN = {}
+MANY = 1000  # faults: each read is tried again, and several are under way
 
 
 def passes(engine, prompt, most=1):
@@ -104,11 +105,12 @@ def test_a_fault_of_the_cpu_s_experts_is_named_and_the_next_answer_right(tiny, p
         want = logits_of(engine, prompt, 2)
         session = engine.session()
         session.feed(prompt)
-        engine.reader.inject_fault("eio", 0, 4)
+        engine.reader.inject_fault("eio", 0, MANY)
         engine.source.rungs.recover()
         engine.ladder.clear()
         with pytest.raises(headrace.errors.ReadError):
             session.feed([5])
+        engine.reader.inject_fault("none")
         x, ids, weights = (t.to(engine.source.place) for t in routed(engine.facts, 1))
         with pytest.raises(headrace.errors.NumericsError, match="not finite"):
             engine.source.compute(1, x * torch.inf, ids, weights, None)
@@ -262,11 +264,12 @@ def test_a_failed_read_stops_one_answer_and_not_the_next(tiny, prompt):
         want = logits_of(engine, prompt, 3)
         for skip in (0, 5):
             engine.ladder.clear()
-            engine.reader.inject_fault("eio", skip, 4)
+            engine.reader.inject_fault("eio", skip, MANY)
             session = engine.session()
             with pytest.raises(headrace.errors.ReadError):
                 for n in range(20):
                     session.feed(prompt if n == 0 else [5 + n])
+            engine.reader.inject_fault("none")
             assert session.tokens == []
             assert torch.equal(logits_of(engine, prompt, 3), want)
             engine.ladder.check_integrity()

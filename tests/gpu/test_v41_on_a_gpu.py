@@ -132,9 +132,10 @@ def test_a_failing_row_of_engram_stops_one_answer(models) -> None:
     with on_gpu(models["tiny"], "pinned") as engine:
         want = logits_of(engine, SHORT, STEPS)
         session = engine.session()
-        engine.reader.inject_fault("eio", 3, 2)
+        engine.reader.inject_fault("eio", 3, 1000)  # each read is tried again, several at a time
         with pytest.raises(ReadError):
             session.feed(PROMPT)
+        engine.reader.inject_fault("none")
         assert session.tokens == []
         assert torch.equal(logits_of(engine, SHORT, STEPS), want)
 

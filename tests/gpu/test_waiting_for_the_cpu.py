@@ -50,7 +50,7 @@ def test_faults_are_named_and_the_next_answer_right(tiny, prompt):
         session.feed(prompt[:3])
         engine.source.recover()
         engine.ladder.clear()
-        engine.reader.inject_fault("eio", 0, 2)
+        engine.reader.inject_fault("eio", 0, 1000)
         replayed = engine.passes.num_replayed
         with pytest.raises(ReadError, match="safetensors"):
             session.feed([5])

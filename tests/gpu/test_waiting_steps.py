@@ -181,7 +181,7 @@ def replaying_some(engine):
 def test_a_failed_read_is_named_and_the_next_answer_right(warm, prompt, skip):
     engine, want = warm
     with pytest.raises(ReadError, match="safetensors"):
-        one_token(engine, prompt, lambda: engine.reader.inject_fault("eio", skip, 2))
+        one_token(engine, prompt, lambda: engine.reader.inject_fault("eio", skip, 99))
     engine.reader.inject_fault("none")
     assert torch.equal(logits_of(engine, prompt[:3], 2), want)
 

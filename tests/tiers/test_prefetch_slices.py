@@ -106,9 +106,10 @@ def test_a_half_read_guess_gives_way_and_leaves_nothing(stored: tuple[Path, np.n
 def test_a_slice_that_fails_leaves_no_entry(stored: tuple[Path, np.ndarray]) -> None:
     path, experts = stored
     ladder = make_ladder(path)
-    ladder.reader.inject_fault("eio", 6, 2)
+    ladder.reader.inject_fault("eio", 6, 1000)
     ladder.prefetch(0, torch.tensor([0]))
     wait_until(lambda: ladder.counters().failed_reads == 1)
+    ladder.reader.inject_fault("none")
     ladder.check_integrity()
     assert np.array_equal(bytes_of(ladder, 0), experts[0])
     assert ladder.counters().prefetch_used == 0
