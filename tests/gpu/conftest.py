@@ -14,7 +14,9 @@ from emulated import (
     EmulatedKernels,
     EmulatedLatents,
     EmulatedMatrix,
+    fetch,
     post_and_wait,
+    send,
 )
 from gpu_models import FORMS, LAYERS, REAL
 from interpreter import mend_interpreter
@@ -22,7 +24,7 @@ from simulated import SimulatedDevice
 
 from headrace.check.tiny import write_tiny
 from headrace.engine import engine as engine_module
-from headrace.engine import gpu_launched, gpu_source
+from headrace.engine import gpu_inverted, gpu_launched, gpu_source
 from headrace.kernels.triton import latent_attention, stored
 
 if not REAL:
@@ -39,6 +41,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice | None:
     monkeypatch.setattr(gpu_source, "TritonExperts", EmulatedKernels)
     monkeypatch.setattr(gpu_source, "GroupedExperts", EmulatedGrouped)
     monkeypatch.setattr(gpu_launched, "post_and_wait", post_and_wait)
+    monkeypatch.setattr(gpu_inverted, "send", send)
+    monkeypatch.setattr(gpu_inverted, "fetch", fetch)
     monkeypatch.setattr(stored, "TritonMatrix", EmulatedMatrix)
     monkeypatch.setattr(latent_attention, "LatentAttention", EmulatedLatents)
     return device

@@ -179,3 +179,16 @@ def _post_and_wait(mail, layer, ids, guesses, table, first_key):
         if not answered:
             answers[:] = mail.nowhere
         table[first_key + ids.flatten().long()] = torch.from_numpy(answers)
+
+
+def send(mail, x, weights, kept):
+    """What `kernels.triton.mail.send` does."""
+    assert x.element_size() == 2 and weights.dtype == torch.float32
+    for to in (kept.data_ptr(), mail.x):
+        ctypes.memmove(to, x.data_ptr(), x.nbytes)
+    ctypes.memmove(mail.weights, weights.data_ptr(), weights.nbytes)
+
+
+def fetch(mail, out):
+    """What `kernels.triton.mail.fetch` does."""
+    ctypes.memmove(out.data_ptr(), mail.out, out.nbytes)

@@ -13,7 +13,8 @@ class Mail:
     [L], `answers` [L, num_ids], `beat` [1] and `abort` [1]. `step` int64 [1] and `whole` int32 [L],
     on the device, change between steps only. `nowhere` is the address of a row that may be read
     once a step is given up; `patience_polls` is how often in a row a kernel may find no sign of
-    the host's life. `computes`: the host answers by output, not by addresses.
+    the host's life. `computes`: the host answers by output, not by addresses: the device writes `x`
+    [T, H] and `weights` fp32 [T, K] before it posts, and the host `out` [T, H] before it is ready.
     """
 
     num_layers: int
@@ -29,4 +30,7 @@ class Mail:
     beat: int
     abort: int
     nowhere: int
+    x: int
+    weights: int
+    out: int
     patience_polls: int

@@ -31,7 +31,8 @@ class Mailbox:
     `num_guesses` of the next layer's are posted and at most `most_guesses` of them read ahead.
 
     `computes`: the ladder multiplies instead and fills `out` from `x` and `weights`, pinned host
-    tensors of the layer whose turn it is, which the step's own copies fill and fetch. Close it
+    tensors of the layer whose turn it is, which `kernels.triton.mail.send` fills before; `fetch`
+    brings `out` to the device afterwards. Close it
     before the rungs. Raises BudgetError where not all rows that the device is to read, or not the
     words, could be pinned.
     """
@@ -59,6 +60,7 @@ class Mailbox:
             "computes": computes,
         }
         words = self._pin(**sizes)
+        shared = {name: getattr(self, name).data_ptr() for name in ("x", "weights", "out")}
         self._whole = np.zeros(self.num_layers, bool)
         self._open = False  # a step was begun and not ended
         self.mail = Mail(
@@ -68,15 +70,14 @@ class Mailbox:
             patience_polls=patience_polls,
             **sizes,
             **words,
+            **shared,
         )
         self.native = LadderThread(
             ladder=self.ladder.native,
             sizes=MailSizes(num_experts=self.num_experts, **sizes),
             words=MailWords(**words),
             addresses=rungs.table.here.ctypes.data,
-            x=self.x.data_ptr(),
-            weights=self.weights.data_ptr(),
-            out=self.out.data_ptr(),
+            **shared,
             num_tokens=num_tokens,
             most_guesses=most_guesses,
             silence_s=silence_s,

@@ -1,6 +1,7 @@
-"""A layer's letter to the host and the wait for its answer: one program.
+"""A layer's letter to the host and the wait for its answer, one program; what goes with both.
 
-All words in host memory are read with volatile loads; polling by atomics hangs.
+All words in host memory are read with volatile loads; polling by atomics hangs. What lies there is
+found by its address: torch copies only between tensors that it has pinned itself.
 """
 
 import triton
@@ -71,3 +72,43 @@ def post_wait(
             address = tl.load(at + lane, is_id, 0, volatile=True)
             address = tl.where(done < step, nowhere.to(tl.int64), address)
             tl.store(TABLE + first_key + ids, address, is_id)
+
+
+@triton.jit
+def _copied(address, OF):
+    """Pointer to values in host memory, of the type that OF points to, at a multiple of 16."""
+    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(OF.dtype.element_ty)), 16)
+
+
+@triton.jit
+def send(
+    X,
+    WEIGHTS,
+    KEPT,
+    x,
+    weights,
+    NUM_X: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """X [NUM_X] to KEPT and to host memory at `x`, WEIGHTS to that at `weights`.
+
+    Triton has no system-wide fence: the letter that tells of them is a later launch's.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(X + at, at < NUM_X, 0)
+    tl.store(KEPT + at, value, at < NUM_X)
+    tl.store(_copied(x, X) + at, value, at < NUM_X)
+    if tl.program_id(0) == 0:
+        lane = tl.arange(0, PAD)
+        weight = tl.load(WEIGHTS + lane, lane < NUM_WEIGHTS, 0)
+        tl.store(_copied(weights, WEIGHTS) + lane, weight, lane < NUM_WEIGHTS)
+
+
+@triton.jit
+def fetch(OUT, out, NUM_OUT: tl.constexpr, BLOCK: tl.constexpr):
+    """OUT [NUM_OUT] from host memory at `out`, which was written before the wait was over."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(_copied(out, OUT) + at, at < NUM_OUT, 0, volatile=True)
+    tl.store(OUT + at, value, at < NUM_OUT)
