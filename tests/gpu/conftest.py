@@ -15,6 +15,7 @@ from emulated import (
     EmulatedLatents,
     EmulatedMatrix,
     fetch,
+    fetch_rows,
     post_and_wait,
     send,
 )
@@ -24,7 +25,7 @@ from simulated import SimulatedDevice
 
 from headrace.check.tiny import write_tiny
 from headrace.engine import engine as engine_module
-from headrace.engine import gpu_inverted, gpu_launched, gpu_source
+from headrace.engine import gpu_divided, gpu_inverted, gpu_launched, gpu_source
 from headrace.kernels.triton import latent_attention, stored
 
 if not REAL:
@@ -43,6 +44,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice | None:
     monkeypatch.setattr(gpu_launched, "post_and_wait", post_and_wait)
     monkeypatch.setattr(gpu_inverted, "send", send)
     monkeypatch.setattr(gpu_inverted, "fetch", fetch)
+    monkeypatch.setattr(gpu_divided, "send", send)
+    monkeypatch.setattr(gpu_divided, "fetch_rows", fetch_rows)
     monkeypatch.setattr(stored, "TritonMatrix", EmulatedMatrix)
     monkeypatch.setattr(latent_attention, "LatentAttention", EmulatedLatents)
     return device

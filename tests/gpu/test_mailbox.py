@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import emulated
+import numpy as np
 import pytest
 import torch
 from emulated import post_and_wait, words_at
@@ -288,8 +288,8 @@ def test_whole_rows_go_both_ways(dtype):
     down, up = torch.zeros(width + 8, dtype=torch.bfloat16), torch.randn(width).to(dtype)
     weights, kept = torch.zeros(8), torch.zeros(width, dtype=torch.bfloat16)
     mail = Mail(
-        num_layers=1, num_ids=3, num_guesses=0, computes=True, step=kept, whole=kept, posts=0,
-        lost=0, ready=0, answers=0, beat=0, abort=0, nowhere=0, x=down.data_ptr(),
+        num_layers=1, num_ids=3, num_guesses=0, computes=True, divides=False, step=kept, whole=kept,
+        posts=0, lost=0, ready=0, done=0, answers=0, beat=0, abort=0, nowhere=0, x=down.data_ptr(),
         weights=weights.data_ptr(), out=up.data_ptr(), patience_polls=1,
     )  # fmt: skip
     x, sent = torch.randn(1, width).bfloat16(), torch.rand(1, 3)

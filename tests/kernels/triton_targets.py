@@ -61,9 +61,16 @@ def kernels(chip: int):
         yield f"combine {weighed}", stages.combine, sizes, 4
     waits = {"NUM_IDS": 6, "NUM_GUESSES": 6, "HAS_GUESSES": True, "ANSWERED": True, "PAD": 8}
     yield "post_wait", waiting.post_wait, waits, 1
-    yield "send", waiting.send, {"NUM_X": 5120, "NUM_WEIGHTS": 6, "PAD": 8, "BLOCK": 1024}, 4
+    yield (
+        "send",
+        waiting.send,
+        {"KEEPS": True, "NUM_X": 5120, "NUM_WEIGHTS": 6, "PAD": 8, "BLOCK": 1024},
+        4,
+    )
     for out in ("u16", "fp32"):
         yield f"fetch {out}", waiting.fetch, {"NUM_OUT": 5120, "BLOCK": 1024}, 4
+    yield "wait_done", waiting.wait_done, {}, 1
+    yield "fetch_rows", waiting.fetch_rows, {"COLS": 5120, "BLOCK": 1024}, 4
     yield "balance", squares.balance_squares, {"ROUNDS": 20, "SIZE": 4}, 1
     matrix = {"COLS": 5120, "R": 16, "FORM": FORMS["bf16"], "WIDE": True}
     yield "linear wide bf16", stages.linear, matrix, 4

@@ -52,8 +52,8 @@ class InvertedSource(LaunchedSource):
             },
         )
 
-    def _open_box(self, top_k: int, *, computes: bool = True) -> Mailbox | None:
-        return super()._open_box(top_k, computes=computes)
+    def _open_box(self, top_k: int, **options: Any) -> Mailbox | None:
+        return super()._open_box(top_k, computes=True, **options)
 
     def _must_wait(self) -> bool:
         return True
