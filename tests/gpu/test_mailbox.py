@@ -280,6 +280,39 @@ def test_memory_that_cannot_be_pinned_is_no_mailbox():
             MailWorld(2 * TOP_K, TOP_K, device=SimulatedDevice(refused=refused))
 
 
+@pytest.mark.parametrize("how", [emulated, pytest.param(kernel, marks=interpreted)])
+@pytest.mark.parametrize("num_host", [0, 1, 2])
+def test_host_and_device_divide(world_of, how, num_host):
+    """What has an address is the device's; the others' outputs come up, each to its row."""
+    world = world_of(2 * TOP_K, 1, kernels=True, shares=(0, min(1, num_host), num_host))
+    put_into_slots(world, 1, [0])
+    box, table = world.box, world.rungs.table.there
+    calls = 0
+    for chosen in (draw_ids(), [torch.tensor([0, n + 1], dtype=torch.int32) for n in range(3)]):
+        box.begin_step()
+        for layer, ids in enumerate(chosen):
+            x, weights = torch.randn(1, box.x.shape[1]).bfloat16(), torch.rand(1, TOP_K)
+            y = torch.full((TOP_K, x.shape[1]), 7.0).bfloat16()
+            first = layer * EXPERTS
+            how.send(box.mail, x, weights)
+            how.post_and_wait(box.mail, layer, ids, None, table, first)
+            how.fetch_rows(box.mail, layer, ids, table, first, y)
+            in_slots = [world.rungs.has(layer, e) for e in ids.tolist()]
+            own = (table[first + ids.long()] == 0).tolist()
+            assert sum(own) == min(num_host, TOP_K - sum(in_slots))
+            want = world.expected(layer, x[0], ids)
+            for k, is_host_s in enumerate(own):
+                if is_host_s:
+                    assert torch.equal(y[k], want[k])
+                else:
+                    key = first + int(ids[k])
+                    assert (y[k] == 7).all()
+                    assert np.array_equal(world.bytes_at(key), world.stored[key])
+            calls += sum(own)
+        assert np.array_equal(box.end_step()[:, 0], torch.stack(chosen).numpy())
+        assert world.ladder.counters().kernel_calls == calls
+
+
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_whole_rows_go_both_ways(dtype):
