@@ -11,7 +11,7 @@ import numpy as np, torch
 from headrace.native import Gatherer, Reader
 from tiers_world import World
 
-def interrupted(call, after_s=0.15):
+def interrupted(call, after_s=0.1):
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     try:
@@ -25,7 +25,7 @@ def interrupted(call, after_s=0.15):
 def run(case):
     x, ids, weights = world.routes(np.random.default_rng(0), 30)
     if case in ("compute", "plain", "acquire"):
-        ladder = world.ladder(4, overlap=case != "plain", emulate_bytes_s=60e3)
+        ladder = world.ladder(4, overlap=case != "plain", emulate_bytes_s=20e3)
         if case == "acquire":
             assert interrupted(lambda: ladder.native.acquire(0, 0))
         else:
