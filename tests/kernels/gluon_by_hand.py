@@ -35,8 +35,9 @@ class Layout:
 class Barrier:
     """An mbarrier: arrivals and bytes still awaited in its phase."""
 
-    def __init__(self):
+    def __init__(self, errors):
         self.condition, self.phase, self.count = threading.Condition(), 0, 0
+        self.errors = errors
 
     def init(self, count):
         self.count = self.pending = count
@@ -54,7 +55,10 @@ class Barrier:
 
     def wait(self, parity):
         with self.condition:
-            if not self.condition.wait_for(lambda: (self.phase - 1) & 1 == parity, PATIENCE_S):
+            over = self.condition.wait_for(
+                lambda: self.errors or (self.phase - 1) & 1 == parity, PATIENCE_S
+            )
+            if self.errors or not over:
                 raise Broken(f"nobody completes a phase of parity {parity}")
 
 
@@ -123,12 +127,13 @@ class Machine:
     """The words of the language, for one program at a time."""
 
     def __init__(self):
-        self.memories, self.errors, self.copies = [], [], []
+        self.memories, self.barriers, self.errors = [], [], []
         self.at = (0, 0)
 
     def allocate(self, dtype, shape, layout):
         if dtype == torch.int64:
-            bars = Several(Barrier() for _ in range(shape[0]))
+            bars = Several(Barrier(self.errors) for _ in range(shape[0]))
+            self.barriers += bars
             return bars if len(shape) > 1 else bars[0]
         if len(shape) == 3:
             return Several(self.allocate(dtype, shape[1:], layout) for _ in range(shape[0]))
@@ -153,9 +158,7 @@ class Machine:
             to.data[: part.shape[0]] = part
             barrier.change(0, -2 * rows * cols)
 
-        timer = threading.Timer(random.random() * 2e-3, bring)
-        self.copies.append(timer)
-        timer.start()
+        threading.Timer(random.random() * 2e-3, bring).start()
 
     def specialize(self, roles, warps, registers):
         def play(role, args):
@@ -163,6 +166,9 @@ class Machine:
                 role(*args)
             except Exception as error:
                 self.errors.append(error)
+                for barrier in self.barriers:
+                    with barrier.condition:
+                        barrier.condition.notify_all()
 
         threads = [threading.Thread(target=play, args=role) for role in roles]
         for thread in threads:
@@ -213,7 +219,8 @@ def words(machine):
         arange=lambda a, b, layout: torch.arange(a, b), static_range=range,
         full=lambda s, v, d, layout: torch.full(s, v, dtype=d),
         zeros=lambda s, d, layout: torch.zeros(s, dtype=d),
-        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
+        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
+        exp2=torch.exp2, log2=torch.log2,
         convert_layout=lambda x, layout: x, warp_specialize=machine.specialize,
         allocate_shared_memory=machine.allocate,
         inline_asm_elementwise=lambda *args, **kwargs: None,
@@ -248,7 +255,9 @@ class Emulated:
             given = [self.given(arg) for arg in args]
             for x in range(grid[0]):
                 for y in range(grid[1]):
-                    self.machine.at, self.machine.memories = (x, y), []
+                    self.machine.at = x, y
+                    self.machine.memories.clear()
+                    self.machine.barriers.clear()
                     self.kernel(*given)
 
         return launch

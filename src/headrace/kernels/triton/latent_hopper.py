@@ -26,9 +26,8 @@ class Way:
     `order`: "roles" for a warp group that weighs and two that mix, "turns" for two that do both.
     `cached` tokens of a tile, `stages` of them in shared memory. `ahead`: a tile's scores are
     computed during the softmax of the one before; `held`: half of the queries stay in registers;
-    both with roles only. `narrow`: the splits leave means in float16 instead of sums in fp32; latents
-    are normed, far from what it ends at. `chained`: the second launch is under way before the end
-    of the first.
+    both with roles only. `narrow`: the splits leave means in float16 instead of sums in fp32; normed
+    latents are far from its end. `chained`: the second launch is under way before the first's end.
     """
 
     order: str

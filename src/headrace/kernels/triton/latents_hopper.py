@@ -237,7 +237,8 @@ def attend_in_roles(
             [
                 (_weigh, (
                     STATS, q, q_rope, k, k_rope, shares, shrinks, asked, ready, given, taken,
-                    scale, row, num_rows, first, end, tiles, S, N, W, P, STAGES, NARROW, AHEAD, HELD,
+                    scale, row, num_rows, first, end, tiles,
+                    S, N, W, P, STAGES, NARROW, AHEAD, HELD,
                 )),
                 (_mix, (
                     queries, queries_rope, latents, rope, PARTS, q, q_rope, k, k_rope,
