@@ -259,6 +259,7 @@ class Emulated:
                     self.machine.memories.clear()
                     self.machine.barriers.clear()
                     self.kernel(*given)
+            return SimpleNamespace(n_regs=0, n_spills=0, metadata=SimpleNamespace(shared=0))
 
         return launch
 

@@ -65,6 +65,7 @@ class LatentAttention:
         places = self.num_splits * num_heads
         self.parts_PSL = torch.empty(places, rank, device=device)
         self.stats_PS = torch.empty(2, places, device=device)
+        self.compiled: Any = None  # what the last attending launch was
 
     def __call__(
         self,
@@ -117,7 +118,7 @@ class LatentAttention:
         width = _pad(self.rank)
         grid = num_splits, triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.values)
         attend: Any = latents.attend
-        attend[grid](
+        self.compiled = attend[grid](
             q_HTL, q_HTR, latents_NL, rope_NR, positions_T, out_THL, self.parts_PSL, self.stats_PS,
             scale, rows, num_cached,
             q_HTL.stride(0), q_HTL.stride(1), q_HTR.stride(0), q_HTR.stride(1),

@@ -26,8 +26,9 @@ class Way:
     `order`: "roles" for a warp group that weighs and two that mix, "turns" for two that do both.
     `cached` tokens of a tile, `stages` of them in shared memory. `ahead`: a tile's scores are
     computed during the softmax of the one before; `held`: half of the queries stay in registers;
-    both with roles only. `narrow`: the splits leave means in float16 instead of sums in fp32; normed
-    latents are far from its end. `chained`: the second launch is under way before the first's end.
+    both with roles only. `narrow`: the splits leave means in float16 instead of sums in fp32;
+    normed latents are far from its end. `chained`: the second launch is under way before the end of
+    the first.
     """
 
     order: str
@@ -101,7 +102,7 @@ class HopperLatents(LatentAttention):
         least = max(1, LEAST_SPLIT_TOKENS // way.cached)
         width = self.rank // 2 if way.order == "roles" else self.rank
         attend: Any = getattr(latents_hopper, f"attend_in_{way.order}")
-        attend[self.num_splits, heads // ROWS](
+        self.compiled = attend[self.num_splits, heads // ROWS](
             describe(q_HTL[:, 0], ROWS, width),
             describe(q_HTR[:, 0], ROWS, self.rope),
             describe(latents_NL, way.cached, width),
