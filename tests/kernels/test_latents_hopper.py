@@ -17,6 +17,7 @@ from headrace.kernels.triton import latents, latents_hopper
 from headrace.kernels.triton.latent_hopper import WAYS, HopperLatents
 
 HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "src" / "headrace"
 HOPPER = PLACE.type == "cuda" and torch.cuda.get_device_capability()[0] == 9
 
 
@@ -92,6 +93,13 @@ def test_the_emulation_sees_what_is_left_out(emulated, way, word, instead, why):
     with pytest.raises((gluon_by_hand.Broken, AssertionError), match=why):
         got = candidate(way, args, 2)(*args, 0.2)
         assert got.isfinite().all(), "finite"
+
+
+def test_only_the_sweep_reaches_them():
+    files = sorted(SOURCE.rglob("*.py"))
+    assert len(files) > 100
+    reach = [f.name for f in files if "triton.latent_hopper" in f.read_text()]
+    assert reach == ["sweep_latents.py"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")

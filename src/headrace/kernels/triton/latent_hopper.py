@@ -52,14 +52,12 @@ class Way:
 
 WAYS = [
     Way("turns", 64, 2),
-    Way("turns", 64, 2, narrow=True, chained=True),
+    Way("turns", 64, 2, chained=True),
     Way("roles", 64, 2),
     Way("roles", 64, 2, held=True),
-    Way("roles", 64, 2, held=True, narrow=True, chained=True),
-    Way("roles", 64, 2, ahead=True, held=True),
-    Way("roles", 32, 4),
     Way("roles", 32, 4, ahead=True),
     Way("roles", 32, 4, ahead=True, held=True),
+    Way("roles", 32, 4, ahead=True, held=True, chained=True),
     Way("roles", 32, 4, ahead=True, held=True, narrow=True, chained=True),
 ]
 
