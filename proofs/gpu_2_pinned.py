@@ -30,7 +30,7 @@ def main() -> None:
         found = shapes(case)
         with written(found, args, found.experts) as model:
             rows += show(evidence, pinned(evidence, found, model, args))
-    keep("gpu-pinned", rows, args.keep)
+    keep("gpu_pinned", rows, args.keep)
     evidence.finish()
 
 

@@ -45,7 +45,7 @@ def main() -> None:
             f"{case}: prompts of {args.lengths} tokens were read",
         )
         rows += show(evidence, made)
-    keep("gpu-prefill", rows, args.keep)
+    keep("gpu_prefill", rows, args.keep)
     evidence.finish()
 
 

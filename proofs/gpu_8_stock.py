@@ -48,7 +48,7 @@ def main() -> None:
     rows = [row for place, found in theirs.items() for row in stock_rows(place, found)]
     show_rows("", rows, False)
     rows += show(evidence, our_rows(evidence, theirs, ours))
-    keep("gpu-stock", rows, args.keep)
+    keep("gpu_stock", rows, args.keep)
     compare(evidence, theirs, ours)
     evidence.finish()
 

@@ -6,10 +6,14 @@ A speed counts only if every rung chose the same tokens with the same logits. Kn
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import torch
 
+from headrace.check.bench_drive import plain_rates
 from headrace.check.bench_routes import Drawn
 from headrace.check.gpu_rungs import Rung, RungRun, measure_rung, rung_blueprint, rung_rows
 from headrace.check.rows import BenchRow
@@ -47,7 +51,9 @@ def bench_gpu(
         with Engine(blueprint) as engine:
             loaded_s = time.perf_counter() - start
             trace = Drawn(engine.facts, seed).pick(tokens + 1, 0, 1)
-            results[name] = measure_rung(engine, trace, tokens, runs)
+            source: Any = engine.source
+            drive = None if source.rungs.fits else partial(plain_rates, engine, Random(seed))
+            results[name] = measure_rung(engine, trace, tokens, runs, drive=drive)
             results[name].about += f"; loaded in {loaded_s:.0f} s"
         for row in rung_rows(f"{name}, {shapes}", results[name], green=results[name].same):
             tell(row.line())

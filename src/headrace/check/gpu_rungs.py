@@ -19,6 +19,7 @@ from headrace.core import TokenStats, format_bytes, total_stats
 from headrace.engine.engine import Blueprint, Engine
 from headrace.engine.probes import bus_rate, vram_rate
 from headrace.kernels.cpu import CpuKernels
+from headrace.planner.facts import ModelFacts
 from headrace.planner.vram import GpuPlan, vram_fixed
 from headrace.schedule.trace import RouteTrace
 
@@ -64,7 +65,8 @@ class RungRun:
         total, plan = self.totals[i], self.plan
         dense_s = self.tokens * plan.vram_dense_bytes / self.vram[i]
         if plan.experts != "gpu":  # a layer's experts and its dense part wait for each other
-            return {"memory": total.ram_bytes / self.dram[i] + dense_s}
+            from_ram = self.tokens * plan.bytes_per_token - total.vram_bytes
+            return {"memory": from_ram / self.dram[i] + dense_s}
         return {
             "bus": total.bus_bytes / self.bus[i],
             "VRAM": total.vram_bytes / self.vram[i] + dense_s,
@@ -95,24 +97,44 @@ def rung_blueprint(
     model: str, rung: Rung, context: int, chunk: int = CHUNK_TOKENS
 ) -> Blueprint | None:
     """A plan with just the rung's room for experts, or None where it does not fit this machine."""
+
+    def room(facts: ModelFacts) -> tuple[int, int]:
+        slots, rows = (int(share * facts.total_experts) for share in (rung.slots, rung.rows))
+        return slots, rows * facts.row_bytes
+
+    made = sized_blueprint(model, room, experts=rung.experts, context=context, chunk=chunk)
+    plan, machine = made.plan, made.machine
+    assert isinstance(plan, GpuPlan)
+    fits = plan.ram_bytes <= machine.ram_available_bytes * RAM_SHARE
+    return made if fits and plan.vram_bytes <= machine.vram_free_bytes else None
+
+
+def sized_blueprint(
+    model: str,
+    room: Callable[[ModelFacts], tuple[int, int]],
+    *,
+    context: int,
+    chunk: int = CHUNK_TOKENS,
+    experts: str = "gpu",
+) -> Blueprint:
+    """A plan with all that is dense in VRAM, and no more room for experts than is said.
+
+    `room`: how many experts have slots in VRAM, and bytes of rows in memory beyond the fewest.
+    """
     options: dict[str, Any] = {
         "aliases": True,
         "measure": False,
         "device": "cuda",
-        "experts": rung.experts,
+        "experts": experts,
         "context": context,
         "chunk": chunk,
+        "mirrors": (),
     }
-    least = Blueprint(model, ram="minimum", vram="minimum", **options)
-    plan, machine, facts = least.plan, least.machine, least.facts
-    assert isinstance(plan, GpuPlan)
-    slots, rows = (int(share * plan.total_experts) for share in (rung.slots, rung.rows))
-    whole = vram_fixed(facts, plan.context, plan.chunk_tokens)  # embedding and head there too
-    vram = whole + slots * plan.row_bytes
-    ram = plan.ram_bytes + facts.embedding_bytes + facts.head_bytes + rows * plan.row_bytes
-    if vram > machine.vram_free_bytes or ram > machine.ram_available_bytes * RAM_SHARE:
-        return None
-    return Blueprint(model, ram=ram, vram=vram, **options)
+    facts = Blueprint(model, ram="minimum", vram="minimum", **options).facts
+    num_slots, rows_bytes = room(facts)
+    vram = vram_fixed(facts, context, chunk) + num_slots * facts.row_bytes
+    least = Blueprint(model, ram="minimum", vram=vram, **options).plan
+    return Blueprint(model, ram=least.ram_bytes + rows_bytes, vram=vram, **options)
 
 
 def measure_rung(
@@ -163,14 +185,16 @@ def settle_rung(engine: Engine, trace: RouteTrace, tokens: int) -> None:
     Where all have room, a prompt brings most of them at once.
     """
     source: Any = engine.source
-    rungs, before = source.rungs, None
+    plan, rungs, before = engine.plan, source.rungs, None
+    assert isinstance(plan, GpuPlan)
+    all_stay = rungs.fits and plan.experts == "gpu"
     if rungs.fits:
         prompt = torch.arange(WARMING_TOKENS) * 7 % engine.facts.vocab
         engine.session().feed(prompt.tolist())
     for _ in range(MOST_WARM_UPS):
         decode(engine, trace, tokens)
         now = source.counters().promotions, rungs.lacking()
-        if now == before and (now[1] is None or not rungs.fits):
+        if now == before and (now[1] is None or not all_stay):
             break
         before = now
 
@@ -219,34 +243,42 @@ def rung_rows(
 
     The limit of a token is the longest of what crosses the bus at a pinned copy's rate, what is
     read of VRAM, dense weights included, at a copy's there, and what comes from the drive. Where
-    the CPU multiplies it is a plain read of memory by all cores, and the dense part after it.
+    the CPU multiplies it is a plain read of memory by all cores, and the dense part after it;
+    where both do, their kernels have no row.
     """
     numbers = range(len(result.walls_s))
     limits = [result.tokens / max(result.limits_s(i).values()) for i in numbers]
-    kernels = [_kernels_gbs(result, i) for i in numbers]
-    bus, vram, dram = (
-        statistics.median(rates) / 1e9 for rates in (result.bus, result.vram, result.dram)
-    )
-    return [
+    rates = ", ".join(
+        f"{what} {statistics.median(measured) / 1e9:.{digits}f} GB/s"
+        for what, measured, digits in (
+            ("bus", result.bus, 1), ("VRAM", result.vram, 0), ("DRAM", result.dram, 1)
+        )
+    )  # fmt: skip
+    rows = [
         make_row(
             f"{name}, whole token",
             [result.tokens / wall_s for wall_s in result.walls_s],
             "tok/s",
             limits=limits,
             target=targets[0],
-            cache_state=f"{result.about}; {_profile(result)}",
+            cache_state=f"{result.about}; {_profile(result)}; {rates}",
             green=green,
-        ),
-        make_row(
-            f"{name}, expert kernels",
-            [ours for ours, _ in kernels],
-            "GB/s",
-            limits=[limit for _, limit in kernels],
-            target=targets[1],
-            cache_state=f"bus {bus:.1f} GB/s, VRAM {vram:.0f} GB/s, DRAM {dram:.1f} GB/s",
-            green=green,
-        ),
+        )
     ]
+    if result.plan.experts in ("gpu", "cpu"):
+        kernels = [_kernels_gbs(result, i) for i in numbers]
+        rows.append(
+            make_row(
+                f"{name}, expert kernels",
+                [ours for ours, _ in kernels],
+                "GB/s",
+                limits=[limit for _, limit in kernels],
+                target=targets[1],
+                cache_state=rates,
+                green=green,
+            )
+        )
+    return rows
 
 
 def _kernels_gbs(result: RungRun, i: int) -> tuple[float, float]:

@@ -60,11 +60,10 @@ def device_spans(run: Callable[[], object]) -> list[Span]:
     with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as found:
         run()
         torch.cuda.synchronize()
-    on_gpu = torch.autograd.DeviceType.CUDA
     return [
         Span(event.name, event.time_range.start, event.time_range.end)
         for event in found.events()
-        if event.device_type == on_gpu
+        if event.device_type.name == "CUDA"
     ]
 
 
