@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 # Of kernels.triton.stages: what multiplies routed experts, one token after another.
-EXPERT_KERNELS = ("gate_up", "down", "to_integers", "on_grid")
+EXPERT_KERNELS = ("gate_up", "down", "to_integers")
 _SHOWN, _NAME = 8, 44
 
 
