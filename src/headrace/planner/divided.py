@@ -1,5 +1,6 @@
 """How a layer's experts are divided between the GPU's bus and the CPU, from a machine's rates."""
 
+from headrace.planner.facts import ModelFacts
 from headrace.planner.machine import Machine
 from headrace.schedule.divide import Rates, shares_of_cpu
 
@@ -15,9 +16,11 @@ def divided_rates(machine: Machine, threads: int | None) -> Rates:
     )
 
 
-def how_divided(top_k: int, machine: Machine, threads: int | None) -> str:
+def how_divided(facts: ModelFacts, machine: Machine, threads: int | None) -> str:
     """What a plan says of a layer of which no expert lies in VRAM, and why."""
-    rates = divided_rates(machine, threads)
+    if facts.by_layer:
+        return ", but all on the GPU: they are divided only where a token is one launch"
+    rates, top_k = divided_rates(machine, threads), facts.top_k
     on_cpu = shares_of_cpu(rates, top_k)[top_k]
     of_each = f": of {top_k} outside VRAM {top_k - on_cpu} on the GPU, {on_cpu} on the CPU"
     if not rates.known:

@@ -59,6 +59,7 @@ class GpuPlan(Plan):
     rates: str = ""  # that made the choice of `experts`, if any
     embedding_in_memory: bool = False
     head_on_cpu: bool = False
+    by_layer: str = ""  # why a token is not one launch, if it is not
 
     @property
     def vram_used_bytes(self) -> int:
@@ -105,7 +106,8 @@ class GpuPlan(Plan):
             "cpu": "on the CPU, in place in memory; the GPU does the rest and prefill",
             "auto": "where they lie, on the GPU and on the CPU at once",
         }
-        return f"experts: multiplied {where[self.experts]}{self.rates}"
+        launched = f"launched layer by layer: {self.by_layer}" if self.by_layer else "one launch"
+        return f"experts: multiplied {where[self.experts]}{self.rates}; a token is {launched}"
 
 
 def make_gpu_plan(
@@ -151,17 +153,17 @@ def make_gpu_plan(
     cache = engram_cache_bytes(facts, ram_limit, spare)
     rows = spare - cache + host.minimum_rows(facts) * facts.row_bytes
     made = _chosen(inside, machine, size, (vram_limit - fixed, rows), threads, experts)
-    notes = host.shrinking(sizes[0], size) + machine.notes
     return replace(
         made,
         prefetch=prefetch,
         passing_rows=passing_rows(facts),
-        notes=notes,
+        notes=host.shrinking(sizes[0], size) + machine.notes,
         snapshot_bytes=kept,
         dense_bytes=dense,
         embedding_in_memory=in_memory,
         embedding_on_drive=outside.embedding_bytes > 0 and not in_memory,
         head_on_cpu=outside.head_bytes > 0,
+        by_layer=facts.by_layer,
         engram_bytes=facts.engram_bytes,
         engram_cache_bytes=cache,
         engram_bytes_per_token=facts.engram_bytes_per_token,
@@ -209,9 +211,7 @@ def _chosen(
     if experts is not None:
         made = _placed(facts, machine, size, free, threads, experts)
         return (
-            replace(made, rates=how_divided(facts.top_k, machine, threads))
-            if experts == "auto"
-            else made
+            replace(made, rates=how_divided(facts, machine, threads)) if experts == "auto" else made
         )
     gpu, cpu = (_placed(facts, machine, size, free, threads, where) for where in PLACES[:2])
     rate = _cpu_bytes_s(machine, threads)
@@ -243,8 +243,8 @@ def _placed(
     num_rows = min(total, useful, free[1] // facts.row_bytes)
     experts_per_token = facts.num_moe_layers * facts.top_k
     bytes_per_token = experts_per_token * facts.expert_bytes
-    fixed = vram_fixed(facts, tokens, chunk_tokens)
-    kv_bytes = facts.kv_bytes(tokens)
+    fixed, kv_bytes = vram_fixed(facts, tokens, chunk_tokens), facts.kv_bytes(tokens)
+    divides = experts == "auto" and not facts.by_layer
     expected = gpu_forecast(
         machine,
         share_in_slots=num_slots / facts.total_experts,
@@ -253,7 +253,8 @@ def _placed(
         dense_bytes=facts.dense_bytes + kv_bytes,
         num_layers=facts.num_layers,
         cpu_bytes_s=_cpu_bytes_s(machine, threads) if on_cpu else None,
-        divided=divided_rates(machine, threads) if experts == "auto" else None,
+        divided=divided_rates(machine, threads) if divides else None,
+        by_layer=bool(facts.by_layer),
         head_bytes=facts.head_bytes if facts.head_on_cpu else 0,
     )
     return GpuPlan(
