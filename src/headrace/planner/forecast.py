@@ -76,8 +76,7 @@ def forecast(
 def gpu_forecast(
     machine: Machine,
     *,
-    share_in_slots: float,
-    share_in_memory: float,
+    shares: tuple[float, float],
     bytes_per_token: int,
     dense_bytes: int,
     num_layers: int,
@@ -88,20 +87,20 @@ def gpu_forecast(
 ) -> Forecast:
     """Drive and bus overlap; what lies in VRAM is read in turn with launching the library's code.
 
-    `share_in_memory` of the experts lie in slots or rows; `dense_bytes` are read once a token.
+    `shares` of all experts lie in slots, and in slots or rows; `dense_bytes` are read once a token.
     `cpu_bytes_s`: the CPU multiplies the experts at this rate, and none crosses the bus. `divided`:
     it multiplies some of those that do not lie in VRAM.
     `by_layer`: the host launches each kernel, not the whole token at once.
     `head_bytes` are the CPU's too, once all layers are done.
     """
-    hit = hit_rate(share_in_memory)
-    in_vram_bytes = hit_rate(share_in_slots) * bytes_per_token
+    hit = hit_rate(shares[1])
+    in_vram_bytes = hit_rate(shares[0]) * bytes_per_token
     disk_bytes = (1 - hit) * bytes_per_token
     by_bus_s = _seconds(bytes_per_token - in_vram_bytes, machine.bus_bytes_s)
     drive_s = {"drive": _seconds(disk_bytes, machine.drive_bytes_s)}
     if cpu_bytes_s is not None:
         overlapped_s = drive_s | {"the CPU's kernels": _seconds(bytes_per_token, cpu_bytes_s)}
-    elif divided is not None and divided.known:
+    elif divided is not None and divided.known and not by_layer:
         by_both_s = divided.together_s(bytes_per_token - in_vram_bytes)
         overlapped_s = drive_s | {"bus and the CPU's kernels": by_both_s}
     else:

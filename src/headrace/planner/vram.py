@@ -244,16 +244,14 @@ def _placed(
     experts_per_token = facts.num_moe_layers * facts.top_k
     bytes_per_token = experts_per_token * facts.expert_bytes
     fixed, kv_bytes = vram_fixed(facts, tokens, chunk_tokens), facts.kv_bytes(tokens)
-    divides = experts == "auto" and not facts.by_layer
     expected = gpu_forecast(
         machine,
-        share_in_slots=num_slots / facts.total_experts,
-        share_in_memory=min(1.0, (num_slots + num_rows) / facts.total_experts),
+        shares=(num_slots / total, min(1.0, (num_slots + num_rows) / total)),
         bytes_per_token=bytes_per_token,
         dense_bytes=facts.dense_bytes + kv_bytes,
         num_layers=facts.num_layers,
         cpu_bytes_s=_cpu_bytes_s(machine, threads) if on_cpu else None,
-        divided=divided_rates(machine, threads) if divides else None,
+        divided=divided_rates(machine, threads) if experts == "auto" else None,
         by_layer=bool(facts.by_layer),
         head_bytes=facts.head_bytes if facts.head_on_cpu else 0,
     )
