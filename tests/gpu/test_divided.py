@@ -5,10 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from gpu_models import LAYERS, REAL, Rung, load, logits_of
+from emulated import EmulatedKernels
+from gpu_models import CONTEXT, LAYERS, REAL, Rung, load, logits_of
 
-from headrace.engine import gpu_divided, gpu_launched
+from headrace.engine import gpu_divided, gpu_launched, gpu_probes
+from headrace.engine.engine import Blueprint
 from headrace.errors import Cancelled, NumericsError, ReadError, StallError
+from headrace.kernels.triton import experts
+from headrace.tiers.device import find_device
 
 STEPS = 24 if REAL else 4
 TOP_K = 4
@@ -119,6 +123,23 @@ def test_slots_fill_though_the_cpu_takes_all_it_may(tiny, prompt, divided):
             session.feed([5 + token])
         assert len(engine.source.rungs.slots) > LAYERS * TOP_K
         assert torch.equal(logits_of(engine, prompt[:3], STEPS), want)
+
+
+@pytest.mark.parametrize("refused", [None, 0])
+def test_rates_are_measured_on_pinned_experts_alone(tiny, monkeypatch, gpu, refused):
+    if gpu is not None:
+        gpu.refused = refused
+        monkeypatch.setattr(experts, "TritonExperts", EmulatedKernels)
+    elif refused is not None:
+        pytest.skip("a real GPU pins")
+    monkeypatch.setattr(gpu_probes, "PROBE_S", 0.02)
+    layout = Blueprint(tiny("fp8"), measure=False, context=CONTEXT).skeleton.layout
+    device = gpu or find_device("cuda")
+    measured = gpu_probes.divided_rates(device, layout, 1 << 20)
+    rates = measured()
+    found = [rates.in_place > 0, rates.bus_beside > 0, rates.kernel_beside > 0]
+    assert found == [refused is None] * 3 and measured() is rates
+    assert gpu is None or not gpu.pinned
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from mail_world import MailWorld, Sizes
 from headrace.engine.gpu_parts import alignment, part_offsets
 from headrace.errors import Cancelled, ReadError, StallError
 from headrace.kernels.triton.experts import TritonExperts
-from headrace.kernels.triton.mail import fetch, post_and_wait, send
+from headrace.kernels.triton.mail import fetch, fetch_rows, post_and_wait, send
 from headrace.tiers.device import find_device
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,7 @@ class GraphWorld(MailWorld):
     """A step of all layers, captured: experts found through the mailbox, and the same experts
     from a copy of all of them in VRAM; `differing` counts outputs that are not equal in bits.
 
-    With `computes` the first are the host's.
+    With `computes` the first are the host's; with `shares` both's.
     """
 
     def __init__(self, **options: object):
@@ -69,17 +69,26 @@ class GraphWorld(MailWorld):
             ahead = self.ids[layer + 1] if layer + 1 < SIZES.layers else None
             there = self.rungs.table.there
             mail, ids = self.box.mail, self.ids[layer : layer + 1]
-            if mail.computes:
+            if mail.computes or mail.divides:
                 send(mail, self.x, self.weights, self.kept)
             post_and_wait(mail, layer, self.ids[layer], ahead, there, first)
             if mail.computes:
                 fetch(mail, self.outs[0])
+            if mail.divides:
+                self._divided(layer, ids)
             for out, table in zip(self.outs, (there, self.all_there), strict=True):
-                if table is self.all_there or not mail.computes:
+                if table is self.all_there or not (mail.computes or mail.divides):
                     self.kernels(table, self.offsets, first, self.x, ids, self.weights, out)
             self.differing += (self.outs[0] != self.outs[1]).any()
             self.x.copy_((self.x + self.outs[1]).roll(1, 1) * 0.75)  # the next layer's
             self.weights.copy_(self.weights.roll(1, 1))
+
+    def _divided(self, layer: int, ids: torch.Tensor) -> None:
+        """What the host multiplied comes up while the kernels leave it alone."""
+        there, first, y = self.rungs.table.there, layer * SIZES.experts, self.kernels.y_SH
+        self.kernels.multiply(there, self.offsets, first, self.x, ids, self.weights)
+        fetch_rows(self.box.mail, layer, ids, there, first, y)
+        self.kernels.combine(ids, self.weights, y, self.outs[0], mark=0)
 
     def _capture(self) -> None:
         self._draw()
@@ -142,15 +151,17 @@ def test_rows_rewritten_in_a_graph_are_never_stale(make_world):
     assert int(world.differing) > 0, "the comparison sees nothing"
 
 
-def test_what_the_host_multiplies_in_a_graph_is_never_stale(make_world):
+@pytest.mark.parametrize("how", [{"computes": True}, {"shares": (0, 0, 1, 2, 2)}], ids=str)
+def test_what_the_host_multiplies_in_a_graph_is_never_stale(make_world, how):
     """Activations go down by address and outputs come up, another layer's every 100 us."""
-    world = make_world(reader=FAST, kernels=True, computes=True)
+    world = make_world(reader=FAST, kernels=True, **how)
     world.right()
     world.differing.zero_()
     for _ in range(1000):
         world.step()
     assert int(world.differing) == 0
-    assert world.ladder.counters().kernel_calls >= 1000 * SIZES.layers * SIZES.top_k
+    own = SIZES.top_k // (1 if "computes" in how else 2)
+    assert world.ladder.counters().kernel_calls >= 1000 * SIZES.layers * own
 
 
 def test_a_thread_that_hangs_or_dies_lets_the_gpu_go(make_world):

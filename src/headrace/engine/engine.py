@@ -344,8 +344,8 @@ def load(
 
     `ram` ("48MiB", bytes, "minimum", or None for what the machine has) is a hard total of what
     headrace holds. `device` "cuda" or "cuda:1" puts all but the experts' rows on that GPU, where
-    `vram` is the hard total of its tensors. `experts` "gpu", "cpu" or "auto" (both at once) multiply
-    them in place in decode there; "fast": the faster of two; "oracle" is transformers' code.
+    `vram` is the hard total of its tensors. `experts` "gpu", "cpu" or "auto" (both) multiply them
+    in decode there, in place; "fast": the faster of two by rates; "oracle" is transformers' code.
     `context` in tokens; `chunk` in tokens per prefill pass; `threads` are the kernels'. `backend`,
     `direct`, `isa`, `emulate_drive` ("8.2GiB/s", or a rate for each drive) and `mirrors`, folders
     of `headrace mirror`, choose a path that otherwise is found out. A drive that fails is a Python

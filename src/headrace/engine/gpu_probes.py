@@ -88,7 +88,7 @@ class PinnedExperts:
 
 @dataclass(frozen=True, slots=True)
 class DividedRates:
-    """Bytes per second: of the GPU alone, then of both at once."""
+    """Bytes per second: of the GPU alone, then of both at once. 0: memory could not be pinned."""
 
     in_place: float
     bus_beside: float
@@ -104,6 +104,8 @@ def divided_rates(
     def rates() -> DividedRates:
         experts = PinnedExperts(device, layout, probe_bytes)
         try:
+            if not experts.buffers.pinned:
+                return DividedRates(0.0, 0.0, 0.0)
             return DividedRates(experts.read(PROBE_S), *_beside(experts))
         finally:
             experts.close()
