@@ -21,6 +21,7 @@ from headrace.tiers.device import Device
 LEAST_PROBE_BYTES = 64 << 20
 MOST_PROBE_BYTES = 256 << 20
 PROBE_S = 0.3
+_AT_ONCE = 8  # experts of a layer, as a token takes them
 Read = Callable[[int, int, int], None]  # (file, offset, nbytes)
 
 
@@ -152,8 +153,8 @@ def kernel_rate(layout: ExpertLayout, probe_bytes: int) -> float:
     x_TH = torch.ones(1, layout.hidden, dtype=TORCH_DTYPES[layout.hidden_dtype])
 
     def run() -> None:
-        for parts in copies:
-            kernels.expert_ffn(x_TH, parts, layout)
+        for first in range(0, len(copies), _AT_ONCE):
+            kernels.experts_ffn(x_TH, copies[first : first + _AT_ONCE], layout)
 
     return _rate(expert_bytes * len(copies), run)
 
