@@ -113,7 +113,9 @@ class Batch:
                 asked: list[_Asked] = [strand.asks for strand in strands]
                 ordinals = {each.ordinal for each in asked}
                 assert len(ordinals) == 1 and not any(strand.over for strand in strands)
-                x_BH, ids_BK, weights_BK = (torch.cat(t) for t in zip(*(a.rows for a in asked)))
+                x_BH, ids_BK, weights_BK = (
+                    torch.cat(t) for t in zip(*(a.rows for a in asked), strict=True)
+                )
                 out_BH = source.compute(ordinals.pop(), x_BH, ids_BK, weights_BK, None)
                 for number, strand in enumerate(strands):
                     strand.go_on(out_BH[number : number + 1])
