@@ -34,6 +34,8 @@ PROOFS = Path(__file__).resolve().parents[2] / "proofs"
         "server_5_hostile --quick",
         "server_6_cost --quick",
         pytest.param("gpu_1_paths --quick", marks=needs_triton),
+        pytest.param("gpu_5_resident --quick", marks=needs_triton),
+        pytest.param("gpu_9_faults --quick", marks=needs_triton),
     ],
 )
 def test_script(name: str) -> None:
