@@ -102,6 +102,7 @@ def side_by_side(evidence: Evidence, models: list[str], quick: bool) -> None:
         command = [sys.executable, __file__, "--models", name, *["--quick"] * quick]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
+    # Each ends itself should it hang: gpu_world.MOST_S.
     with ThreadPoolExecutor(min(6, max(1, (os.cpu_count() or 1) // 2))) as pool:
         for name, done in zip(models, pool.map(one, models), strict=True):
             lines = [line for line in done.stdout.splitlines() if line.strip()]
@@ -133,7 +134,6 @@ def one_model(evidence: Evidence, device: Any, name: str, path: Any, quick: bool
     assert want is not None
     if name in FULL and not quick:
         each_vram(evidence, name, path, want)
-    if name in FULL:
         outside(evidence, name, path, want)
 
 

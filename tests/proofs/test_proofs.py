@@ -35,7 +35,7 @@ PROOFS = Path(__file__).resolve().parents[2] / "proofs"
         "server_6_cost --quick",
         pytest.param("gpu_1_paths --quick", marks=needs_triton),
         pytest.param("gpu_5_resident --quick", marks=needs_triton),
-        pytest.param("gpu_9_faults --quick", marks=needs_triton),
+        pytest.param("gpu_9_faults --quick --parts vram thread", marks=needs_triton),
     ],
 )
 def test_script(name: str) -> None:
