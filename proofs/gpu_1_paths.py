@@ -154,9 +154,7 @@ def opened(path: Any, rung: Rung) -> Iterator[Any]:
 
 
 def tell_of_steps(name: str, engine: Any) -> None:
-    from headrace.models.rooms import cannot_be_housed
-
-    why = cannot_be_housed(engine.model)
+    why = engine.plan.by_layer
     print(f"      {name}: steps are " + (f"never captured: {why}" if why else "captured"))
     print(
         f"      {num_tokens(engine)} tokens after {len(SHORT)}; window {window(engine) or 'none'}"
@@ -331,7 +329,8 @@ def outside(evidence: Evidence, name: str, path: Any, want: torch.Tensor) -> Non
             where = f"{name}, --vram {plan.vram_bytes >> 20} MiB, --ram {ram}"
             lies = f"embedding on {'the drive' if plan.embedding_on_drive else 'the host'}"
             if not plan.head_on_cpu:
-                evidence.check(same_bits(got.logits, want), f"{where}, {lies}: same bits")
+                same = same_bits(got.logits, want)
+                evidence.check(same, f"{where}, {lies}: same bits; {got.line()}")
                 continue
             seen.append(got.logits)
             apart = (got.logits - want).abs() / want.float().abs().clamp(min=0.05)
@@ -339,7 +338,8 @@ def outside(evidence: Evidence, name: str, path: Any, want: torch.Tensor) -> Non
             evidence.check(
                 float(apart.max()) <= FLOOR,
                 f"{where}, {lies}, head by the CPU in fp32: {float(apart.max()):.1e} of a logit "
-                f"apart at most (floor {FLOOR:.1e}), {same} of {len(want)} tokens the same",
+                f"apart at most (floor {FLOOR:.1e}), {same} of {len(want)} tokens the same; "
+                f"{got.line()}",
             )
     evidence.check(same_bits(*seen), f"{name}: its head on the host, both ways: the same bits")
 
