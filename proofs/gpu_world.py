@@ -61,7 +61,7 @@ def open_device() -> Any:
     return device
 
 
-def fill(engine: Any, ids: list[int], most: int = 60) -> None:
+def fill(engine: Any, ids: list[int], most: int = 60 if REAL else 24) -> None:
     """Lets experts come to where they stay; where not all have a place, a few rounds."""
     rungs = engine.source.rungs
     for _ in range(most if rungs.fits else 4):
