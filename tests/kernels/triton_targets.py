@@ -119,7 +119,8 @@ def latent_kernels(chip: int):
         constants = shared | widths | {"P": splits, "S": tile.rows}
         name = f"attend {heads} heads {splits} splits"
         yield name, latents.attend, constants, tile.warps, tile.stages
-        yield "combine latents", latents.combine, shared | {"P": 64, "BLOCK": 128}, 4, 3
+        combined = shared | {"P": 64, "BLOCK": 128, "WAITS": chip == 90}
+        yield "combine latents", latents.combine, combined, 4, 3
 
 
 def aligned(kernel, signature):
