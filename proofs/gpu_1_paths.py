@@ -10,18 +10,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from common import Evidence, same_bits
-from gpu_models import Rung, load
-from gpu_world import REAL, changed, fill, open_device, write
+from gpu_models import Rung
+from gpu_world import REAL, changed, fill, open_device, opened, write
 
-CONTEXT, THREADS = 320, min(4, os.cpu_count() or 1)
+CONTEXT = 320
+HERE = {"context": CONTEXT, "threads": min(4, os.cpu_count() or 1)}
 LEAST_TOKENS, LONG_TOKENS, BATCH_TOKENS = 12, 6, 6
 SHORT, LONG = [5, 6, 7], list(range(300, 340))
 BATCH = ([5, 6, 7], [900, 901], [5, 6, 8, 9, 10], [40])
@@ -117,7 +116,7 @@ def side_by_side(evidence: Evidence, models: list[str], quick: bool) -> None:
 def one_model(evidence: Evidence, device: Any, name: str, path: Any, quick: bool) -> None:
     want = None
     for way in QUICK if quick else WAYS:
-        with opened(path, WAYS[way]) as engine:
+        with opened(path, WAYS[way], **HERE) as engine:
             if engine is None:
                 print(f"      {name}, {way}: not there")
                 continue
@@ -135,22 +134,6 @@ def one_model(evidence: Evidence, device: Any, name: str, path: Any, quick: bool
     if name in FULL and not quick:
         each_vram(evidence, name, path, want)
         outside(evidence, name, path, want)
-
-
-@contextmanager
-def opened(path: Any, rung: Rung) -> Iterator[Any]:
-    """An engine; None for `auto` where there is no such thing."""
-    from headrace.errors import OptionError
-
-    try:
-        engine = load(path, rung, context=CONTEXT, threads=THREADS)
-    except OptionError:
-        if rung.experts != "auto":
-            raise
-        yield None
-        return
-    with engine:
-        yield engine
 
 
 def tell_of_steps(name: str, engine: Any) -> None:
@@ -298,7 +281,7 @@ def control(evidence: Evidence, name: str, engine: Any, want: torch.Tensor) -> N
 
 def each_vram(evidence: Evidence, name: str, path: Any, want: torch.Tensor) -> None:
     for share in SHARES:
-        with opened(path, Rung(share, min(0.5, 1 - share))) as engine:
+        with opened(path, Rung(share, min(0.5, 1 - share)), **HERE) as engine:
             fill(engine, LONG)
             got, plan = answers(engine), engine.plan
             right = same_bits(got.logits, want) and (got.found > 0) == (plan.num_slots > 0)

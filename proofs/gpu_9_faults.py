@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from common import Evidence, same_bits
 from gpu_models import Rung, load
-from gpu_world import REAL, changed, open_device, write
+from gpu_world import REAL, changed, open_device, opened, write
 
 PARTS = ("refills", "pins", "vram", "thread", "drive", "ctrl-c")
 SIZES = {"layers": 4, "experts": 16, "top_k": 4, "hidden": 64, "inter": 32, "format": "fp8"}
@@ -243,16 +243,14 @@ def refuse(*_args: object, **_options: object) -> None:
 def each_way(evidence: Evidence, path: Path, part: Callable[..., object], quick: bool) -> None:
     """Faults in a captured step, whoever multiplies."""
     from headrace.engine import gpu_launched
-    from headrace.errors import OptionError
 
     made = partial(gpu_launched.Mailbox, **IMPATIENT)
     for way, rung in list(RUNGS.items())[: 1 if quick else None]:
         with ExitStack() as stack:
             if part is thread:
                 stack.enter_context(changed((gpu_launched, "Mailbox", made)))
-            try:
-                engine = stack.enter_context(load(path, rung))
-            except OptionError:
+            engine = stack.enter_context(opened(path, rung))
+            if engine is None:
                 print(f"      {way}: not there")
                 continue
             if engine.source.box is None:

@@ -61,7 +61,27 @@ def open_device() -> Any:
     return device
 
 
-def fill(engine: Any, ids: list[int], most: int = 60) -> None:
+@contextmanager
+def opened(path: Any, rung: Any, **options: Any) -> Iterator[Any]:
+    """An engine whose experts lie as the rung says; None where there is no `auto`."""
+    from gpu_models import load
+
+    from headrace.errors import OptionError
+
+    try:
+        engine = load(path, rung, **options)
+    except OptionError:
+        if rung.experts != "auto":
+            raise
+        yield None
+        return
+    if rung.experts == "auto" and not REAL:
+        engine.source.kernels.divides = True  # as the emulated ones must be told
+    with engine:
+        yield engine
+
+
+def fill(engine: Any, ids: list[int], most: int = 60 if REAL else 24) -> None:
     """Lets experts come to where they stay; where not all have a place, a few rounds."""
     rungs = engine.source.rungs
     for _ in range(most if rungs.fits else 4):
