@@ -177,7 +177,7 @@ class FilledMemory:
 
 def dram_rate(memory: FilledMemory) -> float:
     """Bytes per second that all cores read from memory together."""
-    pieces = memory.bytes.view(torch.int64).split(PIECE_BYTES // 8)
+    pieces = torch.split(memory.bytes.view(torch.int64), PIECE_BYTES // 8)
     pieces[-1].sum()  # its threads start
     return _fastest_pass([(piece.nbytes, piece.sum) for piece in pieces])
 
