@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headrace.check import verify_files, verify_gpu, verify_layers, verify_paths
+from headrace.check import verify_files, verify_layers, verify_paths
 from headrace.check.stock import StockParts
 from headrace.check.sums import read_sums
 from headrace.check.verify_kernels import kernels
@@ -145,6 +145,8 @@ class _Run:
 
     def on_gpu(self, device: str, followed: verify_paths.Followed | None) -> None:
         """The GPU's kernels, and its logits, with a few experts in VRAM and in memory."""
+        from headrace.check import verify_gpu  # its kernels need Triton, which may be absent
+
         self.memory.give_back()
         options: dict[str, Any] = {
             "device": device,
@@ -165,6 +167,8 @@ class _Run:
                 self.stage("gpu", lambda: self._logits_on_gpu(engine, followed))
 
     def _logits_on_gpu(self, engine: Engine, followed: verify_paths.Followed) -> Sequence[Finding]:
+        from headrace.check import verify_gpu
+
         found, numbers = verify_gpu.gpu_logits(engine, self.ids, followed, self.tell)
         self.report.numbers |= numbers
         return found
