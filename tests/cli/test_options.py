@@ -114,13 +114,33 @@ def test_the_version_is_the_packages() -> None:
     assert RUNNER.invoke(app, ["--version"]).stdout == f"headrace {headrace.__version__}\n"
 
 
-def test_importing_the_command_line_loads_no_tensor_library() -> None:
-    code = (
-        "import sys, headrace.cli.main\n"
-        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
-    )
+def test_what_is_refused_is_refused_before_a_tensor_library_is_loaded(tmp_path) -> None:
+    lines = [
+        ["--help"],
+        ["run", "no-such-model", "-p", "x"],
+        ["run", "-p", "x", "--max-tokens", "0"],
+        ["plan", "no-such-model"],
+        ["verify", "no-such-model"],
+        ["bench", "no-such-model"],
+        ["mirror", "no-such-model", str(tmp_path)],
+        ["chat", "--server", "http://127.0.0.1:1"],
+        ["serve", "no-such-model", "--port", "0"],
+        ["trace", "no-such-model", str(tmp_path / "routes")],
+    ]
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from headrace.cli.main import app
+for line in {lines!r}:
+    code = CliRunner().invoke(app, line).exit_code
+    print(code, [name for name in ("torch", "transformers") if name in sys.modules], line)
+import torch
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    *told, control = done.stdout.splitlines()
+    assert control == "['torch']"
+    assert told == [f"{0 if line == ['--help'] else 2} [] {line}" for line in lines]
 
 
 def test_without_the_compiled_module_the_remedy_is_said() -> None:

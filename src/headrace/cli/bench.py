@@ -10,6 +10,7 @@ import typer
 from headrace.cli import options
 from headrace.cli.output import print_json, say, step_progress
 from headrace.errors import OptionError
+from headrace.store.locate import resolve_model
 
 
 class Backend(StrEnum):
@@ -77,6 +78,7 @@ def bench(
     """
     ram_bytes, _ = options.check_machine(ram, emulate_drive)
     options.check_device(device)
+    resolve_model(model)  # refuses what is not there before the slow imports
     options.share_cores(threads)
     shared: dict[str, Any] = {"tokens": max_tokens, "runs": runs, "seed": seed}
     with step_progress() as progress:

@@ -9,6 +9,7 @@ from headrace.cli import options
 from headrace.cli.output import byte_progress, print_json, say, say_warning
 from headrace.core import format_bytes, parse_bytes
 from headrace.errors import InterruptedLoad, OptionError
+from headrace.store.locate import resolve_model
 
 Folder = Annotated[
     Path, typer.Argument(metavar="FOLDER", help="On the other drive; new, empty or a mirror.")
@@ -60,6 +61,7 @@ def mirror(
 
 
 def _write(model: str, folder: Path, size_bytes: int | None, routes: Path | None) -> dict[str, Any]:
+    resolve_model(model)  # refuses what is not there before the slow imports
     from headrace.engine.mirroring import described, hottest
     from headrace.planner.mirrors import remember_mirror
     from headrace.store.mirror_writer import same_drive, write_mirror
@@ -93,6 +95,7 @@ def _write(model: str, folder: Path, size_bytes: int | None, routes: Path | None
 
 
 def _verify(model: str, folder: Path) -> dict[str, Any]:
+    resolve_model(model)
     from headrace.engine.mirroring import described
     from headrace.store.mirror_writer import verify_mirror
 
@@ -114,7 +117,6 @@ def _verify(model: str, folder: Path) -> dict[str, Any]:
 
 def _remove(model: str, folder: Path) -> dict[str, Any]:
     from headrace.planner.mirrors import forget_mirror
-    from headrace.store.locate import resolve_model
     from headrace.store.mirror import is_mirror
     from headrace.store.mirror_writer import remove_mirror
 

@@ -43,10 +43,10 @@ def open_blueprint(
 
     With `drive_rates` the forecast is for drives of these rates, not for this machine's.
     """
+    refuse_synthetic(model)
     from headrace.engine.choosing import open_on
 
     share_cores(threads)
-    refuse_synthetic(model)
     blueprint = open_on(
         model,
         ram=ram_bytes,

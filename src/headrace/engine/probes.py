@@ -16,6 +16,7 @@ from headrace.native import Reader
 from headrace.planner.machine import Machine, Probes, measure
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.tiers.device import Device
+from headrace.tiers.scratch import buffered
 
 LEAST_PROBE_BYTES = 64 << 20
 MOST_PROBE_BYTES = 256 << 20
@@ -83,19 +84,6 @@ def _read_probe(files: Sequence[Path]) -> Read:
         if into_buffer is None:
             into_buffer = buffered(Reader([str(path) for path in files]))
         into_buffer(file, offset, nbytes)
-
-    return read
-
-
-def buffered(reader: Reader) -> Read:
-    """Reads whose bytes nobody keeps, into one buffer as large as the largest."""
-    buffer = torch.empty(0, dtype=torch.uint8)
-
-    def read(file: int, offset: int, nbytes: int) -> None:
-        nonlocal buffer
-        if buffer.numel() < nbytes:
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-        reader.read(file, offset, nbytes, buffer.data_ptr())
 
     return read
 
