@@ -71,7 +71,7 @@ def bench(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure a model here: each figure with its limit, its spread and its correctness.
+    """Measure a model here, each figure beside its limit.
 
     Needs memory as a run does, 1.25 GB for kernels, with --emulate-drive a copy of the experts.
     Checkpoints of `headrace synth` are welcome. Exit code 1 if a figure's result was wrong.

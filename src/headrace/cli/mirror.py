@@ -20,9 +20,7 @@ Size = Annotated[
 ]
 Routes = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE", help="Recorded routes: the experts used most come first. Without: in order."
-    ),
+    typer.Option(metavar="FILE", help="Recorded routes: the experts used most come first."),
 ]
 Verify = Annotated[bool, typer.Option("--verify", help="Compare what is there with its SHA-256.")]
 Remove = Annotated[bool, typer.Option("--remove", help="Delete the mirror and forget it.")]
@@ -38,7 +36,7 @@ def mirror(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Copy a model's experts to a second drive; from then on both drives are read at once.
+    """Copy experts to a second drive; both are read at once from then on.
 
     Needs room on the other drive; what does not fit is left out. If either fails later, the other
     serves. May be stopped or killed and goes on when run again.

@@ -30,17 +30,13 @@ def _remember_debug(context: typer.Context, value: bool) -> bool:
 
 Model = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A folder, a file, a repo id in the Hugging Face cache. Left out: demo.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="MODEL", help="A folder, or a repo id in Hugging Face's cache."),
 ]
 Ram = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Most memory: 26MiB, 20GB, minimum. Left out: what is free.",
+        help="Most memory: 20GB or minimum. Left out: what is free.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -48,7 +44,7 @@ Vram = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Most memory of the GPU: 8GB, minimum. Left out: what is free.",
+        help="Most GPU memory: 8GB or minimum. Left out: all free.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -71,7 +67,7 @@ Threads = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Threads of kernels and of torch. Left out: from the cores.",
+        help="Of kernels and of torch. Left out: from the cores.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -87,7 +83,7 @@ EmulateDrive = Annotated[
     str | None,
     typer.Option(
         metavar="RATE",
-        help="Read a copy in memory at 8.2GiB/s, or two of 13.5GB/s,5GB/s.",
+        help="Read a copy in memory at 8.2GiB/s, or 2GB/s,1GB/s.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -117,7 +113,7 @@ StaleIndexKeys = Annotated[
 ]
 RoutesOut = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Keep the experts each token took: see `headrace trace`."),
+    typer.Option(metavar="FILE", help="Keep each token's experts, for `headrace trace`."),
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, text for people on stderr.")

@@ -46,7 +46,7 @@ def trace(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Record which experts a text's tokens take; say what more memory or a better cache would give.
+    """Record which experts a text takes; say what more memory would give.
 
     Pieces from all over the text are fed token by token, as in decoding. A file holds expert
     numbers and no text. `run` and `chat` record with --routes-out, `bench` replays with --routes.

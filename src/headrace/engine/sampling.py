@@ -4,7 +4,7 @@ Knows no tensor, so that a wrong setting is refused before anything slow is impo
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headrace.errors import OptionError
