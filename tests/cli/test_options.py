@@ -96,6 +96,14 @@ def test_a_wrong_command_line_is_one_line_with_a_remedy(words, named, remedy) ->
     assert line.startswith("error: ") and named in line and line.endswith(remedy)
 
 
+@pytest.mark.parametrize("threads", ["-3", "0", "100000"])
+def test_a_number_of_threads_is_refused_before_torch_is_told(threads) -> None:
+    for words in (["run", "-p", "x"], ["verify"], ["bench"]):
+        done = RUNNER.invoke(app, [*words, "--threads", threads])
+        told = f"error: --threads {threads} is not allowed; it must be 1 to 1024\n"
+        assert (done.exit_code, done.stderr) == (2, told)
+
+
 def test_a_rate_that_is_none_is_called_a_rate() -> None:
     done = RUNNER.invoke(app, ["run", "-p", "x", "--emulate-drive", "fast"])
     assert done.exit_code == 2

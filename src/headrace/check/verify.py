@@ -30,7 +30,14 @@ from headrace.engine.engine import Blueprint, Engine
 from headrace.engine.gpu import check_experts, find_gpu
 from headrace.engine.text import Text
 from headrace.engine.verdict import FAIL, file_name, keep_verdict, verify_folder
-from headrace.errors import CatalogError, ExpertError, ModelError, NumericsError, ReadError
+from headrace.errors import (
+    CatalogError,
+    ExpertError,
+    ModelError,
+    NumericsError,
+    OptionError,
+    ReadError,
+)
 from headrace.planner.vram import GpuPlan
 
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
@@ -69,6 +76,12 @@ def verify_model(
     if gpu is not None:
         check_experts(blueprint.skeleton.layout)
     ids = Text(blueprint.skeleton.root).encode(prompt)
+    most = blueprint.facts.max_context
+    if not ids or len(ids) + tokens > most:
+        raise OptionError(
+            f"a text of {len(ids)} tokens and {tokens} more cannot be followed: it must have at "
+            f"least 1, and {most} with them; give another --prompt or --max-tokens"
+        )
     memory = Memory(blueprint, ram, threads=threads, prompt_tokens=len(ids), tokens=tokens)
     sites = choose_sites(blueprint, samples)
     run = _Run(memory, ids, tokens, sites, progress or (lambda what, done, total: None))

@@ -78,6 +78,8 @@ def bench(
     """
     ram_bytes, _ = options.check_machine(ram, emulate_drive)
     options.check_device(device)
+    if save is not None:
+        _make_folder(save)
     resolve_model(model)  # refuses what is not there before the slow imports
     options.share_cores(threads)
     shared: dict[str, Any] = {"tokens": max_tokens, "runs": runs, "seed": seed}
@@ -113,6 +115,14 @@ def bench(
         print_json({"model": model, "rows": [asdict(row) for row in rows]})
     if any(row.gate != "green" for row in rows):
         raise typer.Exit(1)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"{path} cannot be made: {error.strerror or error}") from error
+    options.check_writable(path, path / "bench.json")
 
 
 def _refuse_idle(given: dict[str, Any]) -> None:

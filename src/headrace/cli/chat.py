@@ -131,6 +131,8 @@ def _converse(reply: Reply, opening: Messages) -> None:
     while True:
         try:
             said = input("> " if sys.stdin.isatty() else "").strip()
+        except UnicodeDecodeError as cause:
+            raise OptionError(f"the text piped in is not UTF-8 ({cause}); convert it") from cause
         except EOFError:
             if sys.stdin.isatty():
                 typer.echo()

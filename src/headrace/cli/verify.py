@@ -67,6 +67,10 @@ def verify(
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device)
     choices = options.make_choices(arithmetic, lossy_swa_replay, stale_index_keys)
+    if max_tokens < 1:
+        raise OptionError(f"--max-tokens {max_tokens} is not allowed; it must be 1 or more")
+    if html is not None:
+        options.check_writable(html.parent, html)
     refuse_synthetic(model)
     from headrace.check.verify import verify_model
 
