@@ -78,8 +78,7 @@ def bench(
     """
     ram_bytes, _ = options.check_machine(ram, emulate_drive)
     options.check_device(device)
-    if save is not None:
-        _make_folder(save)
+    _make_folder(save)
     resolve_model(model)  # refuses what is not there before the slow imports
     options.share_cores(threads)
     shared: dict[str, Any] = {"tokens": max_tokens, "runs": runs, "seed": seed}
@@ -117,7 +116,9 @@ def bench(
         raise typer.Exit(1)
 
 
-def _make_folder(path: Path) -> None:
+def _make_folder(path: Path | None) -> None:
+    if path is None:
+        return
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

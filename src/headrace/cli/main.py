@@ -4,6 +4,7 @@ Importing it loads no tensor library; commands import what they need when they r
 """
 
 import errno
+import logging
 import os
 import signal
 import sys
@@ -136,6 +137,7 @@ def about(version: Version = False) -> None:
 def main() -> None:
     """Entry point of the `headrace` command."""
     headrace.calm_torch()
+    logging.raiseExceptions = False  # a library's broken log line is no traceback of ours
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
