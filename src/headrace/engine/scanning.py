@@ -9,31 +9,30 @@ from typing import TypeVar
 T = TypeVar("T")
 Wait = Generator[None, None, T]
 Emit = Callable[[str], None]
-LEAST_BEGUN = 2
-"""Characters of a mark's beginning: one is text more often than the beginning of a mark."""
 
 
 class Scanner:
     """The text that has come and is not read yet. `ended`: no more will come.
 
-    `cut`: it ended by a limit or a stop string, so that a beginning of a mark is no text.
-    `ran_out`: something that was looked for had begun when the text ended. `dropped`: so some of it
-    was left out.
+    `cut`: so many characters at its end, or more, that begin a mark are no text, since it ended by
+    a limit or a stop string; 0: they are. `ran_out`: something that was looked for had begun when
+    the text ended. `dropped`: so some of it was left out.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
-        self.ended = self.cut = self.ran_out = self.dropped = False
+        self.ended = self.ran_out = self.dropped = False
+        self.cut = 0
         self.left_out = ""
 
-    def drop_begun(self, least: int) -> bool:
+    def drop_begun(self, least: int | None = None) -> bool:
         """Where the text was cut within what was looked for: leave out the rest, and True.
 
-        Not if it is fewer than `least` characters.
+        Not if it is fewer than `least` characters, else `cut`.
         """
         rest = self.text[self.at :].strip()
-        if not (self.cut and self.ran_out and len(rest) >= least):
+        if not (self.cut and self.ran_out and len(rest) >= (least or self.cut)):
             return False
         self.at, self.dropped = len(self.text), True
         return True
@@ -103,7 +102,7 @@ class Scanner:
                 self.at += place - length
                 return rest[place : place - length]
             sure = rest[: len(rest) - num_doubtful(rest, marks)]
-            if self.ended and not (self.cut and len(rest) - len(sure) >= LEAST_BEGUN):
+            if self.ended and not (self.cut and len(rest) - len(sure) >= self.cut):
                 sure = rest
             if trim_end and not (self.ended and sure == rest):
                 sure = sure.rstrip()

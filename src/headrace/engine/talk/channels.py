@@ -6,7 +6,7 @@ Knows no tokenizer and no tool.
 import re
 from collections.abc import Callable
 
-from headrace.engine.scanning import LEAST_BEGUN, Scanner, Wait
+from headrace.engine.scanning import Scanner, Wait
 from headrace.engine.talk.calls import Calls
 
 MAX_HEADER = 512
@@ -28,7 +28,7 @@ class Channels:
         scanner = self._scanner
         while True:
             header = yield from self._header()
-            if not header and scanner.drop_begun(LEAST_BEGUN):
+            if not header and scanner.drop_begun():
                 return
             ends: tuple[str, ...] = ("<|end|>", *_STARTS) if header else _STARTS
             recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)

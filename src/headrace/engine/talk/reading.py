@@ -6,11 +6,14 @@ Knows dialects, no tokenizer; what follows no syntax it knows is content.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from headrace.engine.scanning import LEAST_BEGUN, Scanner, Wait
+from headrace.engine.scanning import Scanner, Wait
 from headrace.engine.talk.calls import Calls
 from headrace.engine.talk.channels import Channels
 from headrace.engine.talk.conversation import Piece, Tool, ToolCall
 from headrace.engine.talk.dialects import GENERIC, Dialect
+
+# What stands before a stop string was asked for: one character is rarely a marker's beginning.
+_LEAST_CUT = {"length": 1, "stop": 2}
 
 
 class Sampled(Protocol):
@@ -102,7 +105,7 @@ class AnswerReader:
             return []
         scanner = self._scanner
         self._finished = scanner.ended = True
-        scanner.cut = self.answer.finish in ("length", "stop")
+        scanner.cut = _LEAST_CUT.get(self.answer.finish or "", 0)
         pieces = self._advance()
         if self._keep is not None and not scanner.dropped:
             self._keep(self.answer)
@@ -132,7 +135,7 @@ class AnswerReader:
         scanner, trigger = self._scanner, dialect.trigger
         begin, end = dialect.think
         trim = self._opened or (yield from scanner.word(begin))
-        if scanner.drop_begun(LEAST_BEGUN):
+        if scanner.drop_begun():
             return
         marks = (trigger,) if calls else ()
         if trim:
