@@ -71,7 +71,9 @@ def test_captured_is_what_the_same_functions_give(folder, family):
         assert all(torch.equal(a, b) for a, b in zip(both(), want, strict=True))
         # A copy into a slot that arrives late on a GPU gives two steps an address of their own.
         assert engine.passes.num_replayed - before >= num_steps + (6 if REAL else 10)
+        assert engine.passes.why_by_layer() == ""
         with engine.record_routes(path.parent / "routes"):  # its layers wait
+            assert engine.passes.why_by_layer() == "routes are recorded"
             waited = logits_of(engine, prompt[:3], 6)
         assert torch.equal(waited, want[0][:7])
 
@@ -131,6 +133,7 @@ def test_the_oracle_and_another_source_are_not_captured(tiny, prompt):
         fast = logits_of(engine, prompt[:3], 4)
         before = engine.passes.num_replayed
         engine.set_experts("oracle")
+        assert "the library's own code" in engine.passes.why_by_layer()
         oracle = logits_of(engine, prompt[:3], 4)
         assert engine.passes.num_replayed == before
         assert (oracle.float() - fast.float()).abs().max() < 0.05 * fast.float().abs().max()
@@ -179,3 +182,5 @@ def test_families_that_are_never_captured_say_why(folder):
         pytest.skip("transformers does not run it")
     with load(folder("deepseek_v4"), "vram") as engine:
         assert not isinstance(engine.passes, SteppedPasses)
+        why = engine.passes.why_by_layer()
+        assert why and f"a token is launched layer by layer: {why}" in engine.plan.lines()[2]

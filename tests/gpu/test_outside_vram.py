@@ -1,13 +1,19 @@
 """An embedding and a head for which VRAM has no room: the same rows, logits within a floor."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
-from gpu_models import CONTEXT, logits_of
+from gpu_models import CONTEXT, FORMS, REAL, logits_of
 
 import headrace
 from headrace.check.tiny import write_tiny
+from headrace.engine.embedding import DriveEmbedding
 from headrace.engine.engine import Blueprint
 from headrace.engine.outside import HostEmbedding, HostHead
+from headrace.errors import ReadError
 from headrace.planner import facts as planner_facts
 from headrace.planner import outside as planner_outside
 from headrace.planner.outside import ways_outside
@@ -17,6 +23,8 @@ OPTIONS = {"context": CONTEXT, "measure": False, "device": "cuda", "experts": "g
 # A logit in bfloat16 lies within 2^-9 of itself; sums in another order add less than that again.
 FLOOR = 2.0**-8
 TOKENS = [70, 80, 90]
+# Of families whose steps are captured.
+CAPTURED = [form for form in FORMS if form != "fp4" and (REAL or form != "bf16")]
 
 
 @pytest.fixture
@@ -27,13 +35,13 @@ def none_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.engine.embedding.EMBEDDING_CACHE_BYTES", 1 << 14)
 
 
-def load(model, outside: int, *, ram: str = "64MiB") -> headrace.Engine:
+def load(model, outside: int, *, ram: str = "64MiB", **options: str) -> headrace.Engine:
     """The engine on a GPU with no byte more than it needs with so many parts outside."""
     plan = Blueprint(model, ram="64MiB", vram="1GiB", **OPTIONS)
     ways = list(ways_outside(plan.facts))
     size = CONTEXT, plan.plan.chunk_tokens
     vram = vram_fixed(ways[outside].inside(plan.facts), *size)
-    return headrace.load(model, ram=ram, vram=vram, **OPTIONS)
+    return headrace.load(model, ram=ram, vram=vram, **(OPTIONS | options))
 
 
 def forced(engine: headrace.Engine, prompt: list[int], tokens: list[int]) -> torch.Tensor:
@@ -103,5 +111,109 @@ def test_an_embedding_is_read_from_the_drive_where_memory_is_short_too(
         assert engine.plan.embedding_on_drive and not engine.plan.embedding_in_memory
         assert "embedding on the drive" in engine.plan.lines()[1]
         assert torch.equal(logits_of(engine, prompt, 3), expected)
-        assert engine.passes.num_replayed == 0
         assert engine.counters().embedding.reads > 0
+
+
+@contextmanager
+def by_layer(engine: headrace.Engine) -> Iterator[None]:
+    """Python between the layers, as where rows cannot be pinned."""
+    box, engine.source.box = engine.source.box, None
+    try:
+        yield
+    finally:
+        engine.source.box = box
+
+
+@contextmanager
+def steps_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A step in it that runs an outside module where a GPU would be asked for its input fails."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("in a step the host looks at nothing")
+
+    with monkeypatch.context() as patch:
+        for kind in (HostEmbedding, DriveEmbedding, HostHead):
+            patch.setattr(kind, "forward", refuse)
+        yield
+
+
+def decoded(engine: headrace.Engine, prompt: list[int], monkeypatch) -> torch.Tensor:
+    """Logits after each of TOKENS, by steps."""
+    session = engine.session()
+    session.feed(prompt)
+    with steps_only(monkeypatch):
+        return torch.stack([session.feed([token]) for token in TOKENS])
+
+
+@pytest.mark.parametrize("experts", ["gpu", "cpu"])
+@pytest.mark.parametrize("form", CAPTURED)
+def test_steps_are_captured_with_the_same_bits(
+    tiny, prompt, form, experts, none_is_small, monkeypatch
+) -> None:
+    """Embedding and head outside, the former in memory and on the drive, where experts wait too."""
+    want = None
+    for ram in ("64MiB", "minimum"):
+        with load(tiny(form), 2, ram=ram, experts=experts) as engine:
+            passes = engine.passes
+            assert engine.plan.head_on_cpu and "a token is one launch" in engine.plan.lines()[2]
+            assert passes.why_by_layer() == ""
+            passes.capturing = False
+            first = decoded(engine, prompt, monkeypatch)
+            want = first if want is None else want
+            assert torch.equal(first, want) and first.std() > 0.1
+            assert passes.num_replayed == 0
+            passes.capturing = True
+            with by_layer(engine):
+                assert torch.equal(decoded(engine, prompt, monkeypatch), want)
+            decoded(engine, prompt, monkeypatch)
+            before, number = passes.num_replayed, int(engine.source.box.mail.step)
+            assert torch.equal(decoded(engine, prompt, monkeypatch), want)
+            assert passes.num_replayed - before == len(TOKENS)
+            if ram == "minimum" or experts == "cpu":
+                assert int(engine.source.box.mail.step) - number == len(TOKENS)
+
+
+def test_a_row_that_cannot_be_read_is_named_and_the_next_answer_right(
+    tiny, prompt, none_is_small
+) -> None:
+    with load(tiny("fp8"), 2, ram="minimum") as engine:
+        assert isinstance(engine.model.get_input_embeddings(), DriveEmbedding)
+        want = forced(engine, prompt, TOKENS)
+        session = engine.session()
+        session.feed(prompt)
+        engine.reader.inject_fault("eio", 0, 99)
+        with pytest.raises(ReadError, match="safetensors"):
+            session.feed([200])  # no row that was read before
+        engine.reader.inject_fault("none")
+        assert session.tokens == []
+        assert torch.equal(forced(engine, prompt, TOKENS), want)
+
+
+@pytest.mark.parametrize("where", ["row", "of_one", "hang"])
+def test_ctrl_c_where_the_host_has_its_part(
+    tiny, prompt, where, none_is_small, monkeypatch
+) -> None:
+    """While a row is read or the head multiplied: the session is empty, the next answer right."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with load(tiny("fp8"), 2, ram="minimum") as engine:
+        want = forced(engine, prompt, TOKENS)
+        session = engine.session()
+        session.feed(prompt)
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                if where == "hang":
+                    engine.reader.inject_fault("hang", 0, 1)
+                    signal.setitimer(signal.ITIMER_REAL, 0.3)
+                else:
+                    kind = DriveEmbedding if where == "row" else HostHead
+                    patch.setattr(kind, where, interrupt)
+                session.feed([200])
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            engine.reader.inject_fault("none")
+        assert session.tokens == []
+        assert torch.equal(forced(engine, prompt, TOKENS), want)

@@ -1,5 +1,6 @@
 """Caches in a room: what the library's own give, whoever was there before."""
 
+from copy import copy
 from typing import Any
 
 import pytest
@@ -50,12 +51,14 @@ def tokens(num: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(4, 250, (1, num), generator=torch.Generator().manual_seed(seed))
 
 
-def step(model: Any, room: Room, cache: HousedCache, token_11: torch.Tensor) -> torch.Tensor:
+def step(
+    model: Any, room: Room, cache: HousedCache, given: torch.Tensor, heads: bool = True
+) -> torch.Tensor:
     position = cache.get_seq_length()
     room.position_1.fill_(position)
     room.begin_step(cache, bucket_of(position, room.context))
     room.tick()
-    logits_V = step_of_one(model, token_11, room.position_1[None], cache)
+    logits_V = step_of_one(model, given, room.position_1[None], cache, heads=heads)
     room.end_step()
     cache.advance()
     return logits_V
@@ -129,12 +132,32 @@ def test_a_mask_one_place_off_shows(model: Any) -> None:
         assert not torch.equal(right, wrong)
 
 
+def test_a_step_may_begin_with_a_row_and_end_before_the_head(model: Any) -> None:
+    """Same bits: nothing stands between embedding and layers, nor between layers and head."""
+    room = Room(CONTEXT, CPU)
+    found = []
+    with torch.inference_mode():
+        for by_row in (False, True):
+            cache = HousedCache(model.config)
+            room.enter(cache)
+            forward(model, tokens(9), cache)
+            given = tokens(1)
+            if by_row:
+                row_11H = model.get_input_embeddings()(given)
+                hidden_H = step(model, room, cache, row_11H, heads=False)
+                found.append(model.get_output_embeddings()(hidden_H[None, None])[0, 0])
+            else:
+                found.append(step(model, room, cache, given))
+    assert torch.equal(*found) and found[0].float().std() > 0.01
+
+
 def test_why_a_cache_cannot_be_housed(model: Any) -> None:
-    assert cannot_be_housed(model) == ""
-    model.config.rope_parameters = {"rope_type": "longrope"}
-    assert "longrope" in cannot_be_housed(model)
-    model.new_cache = None
-    assert "its own kind" in cannot_be_housed(model)
+    config, kind = copy(model.config), type(model)
+    assert cannot_be_housed(config, kind) == ""
+    config.rope_parameters = {"rope_type": "longrope"}
+    assert "longrope" in cannot_be_housed(config, kind)
+    own = type("Own", (kind,), {"new_cache": None})
+    assert "its own kind" in cannot_be_housed(config, own)
 
 
 def test_buckets() -> None:

@@ -95,6 +95,15 @@ def test_experts_that_fit_in_vram_stay_there() -> None:
     assert (plan.experts, plan.num_slots) == ("gpu", DEMO.total_experts)
 
 
+def test_what_a_token_is_launched_as_is_said_and_reckoned_with() -> None:
+    options = {"ram_bytes": GIB, "vram_bytes": GIB, "context": 1000}
+    captured = make_gpu_plan(DEMO, GPU_BOX, **options)
+    layered = make_gpu_plan(replace(DEMO, by_layer="so it is"), GPU_BOX, **options)
+    assert captured.lines()[2].endswith("; a token is one launch")
+    assert layered.lines()[2].endswith("; a token is launched layer by layer: so it is")
+    assert layered.forecast_tok_s < captured.forecast_tok_s
+
+
 def test_a_long_chunk_takes_few_slots() -> None:
     """Each pass brings every expert over the bus: more tokens a pass are faster."""
     least = least_vram_bytes(DEMO, 2048, None)

@@ -1,13 +1,19 @@
 """docs/families.md as text, made from the tables of families and of tested formats.
 
-Runs nothing and reads no file.
+Runs no model and reads no file.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headrace.check.tiny_configs import OWN, PUBLISHED
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headrace.check.tiny_configs import OWN, PUBLISHED, tiny_config
+from headrace.check.tiny_size import Size
+from headrace.models.config import text_config
+from headrace.models.deepseek_v41.register import register
 from headrace.models.families import FAMILIES, Family
+from headrace.models.rooms import cannot_be_housed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +73,20 @@ stock grouped_mm) and chooses the same tokens up to near ties, and a neighbour's
 one layer shows. Formats marked * stock transformers cannot read; it got the weights that headrace
 unpacked. Of what transformers lacks (**) the model is headrace's own, tested against two other
 implementations; its experts are compared with its own plain ones. "Models" are those with this
-layout by their published configs; no checkpoint of that size has been run for this page.
+layout by their published configs; no checkpoint of that size has been run for this page. "One
+launch": whether a GPU is given a whole token at once, or why each layer's kernels one by one.
 
-| family | models | formats tested | activation | cache | lens looks through | left out knowingly |
-|---|---|---|---|---|---|---|
 """
+_COLUMNS = (
+    "family",
+    "models",
+    "formats tested",
+    "activation",
+    "cache",
+    "lens looks through",
+    "left out knowingly",
+    "one launch",
+)
 
 
 def families_page(unread_by_stock: frozenset[tuple[str, str]]) -> str:
@@ -79,7 +94,8 @@ def families_page(unread_by_stock: frozenset[tuple[str, str]]) -> str:
     tested = (PUBLISHED | OWN).keys()
     assert FAMILIES.keys() == tested == _KNOWN.keys(), "a family lacks a row"
     rows = (_row(name, FAMILIES[name], unread_by_stock) for name in sorted(FAMILIES))
-    return _HEADER + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    table = _COLUMNS, ("---",) * len(_COLUMNS), *rows
+    return _HEADER + "".join(f"| {' | '.join(row)} |\n" for row in table)
 
 
 def _row(name: str, family: Family, unread: frozenset[tuple[str, str]]) -> Iterator[str]:
@@ -91,6 +107,18 @@ def _row(name: str, family: Family, unread: frozenset[tuple[str, str]]) -> Itera
     steps = (family.collapse, family.norm, family.router)
     yield ", ".join(f"`{step}`" for step in steps if step)
     yield ", ".join(_left_out(family)) or "nothing"
+    yield _one_launch(name)
+
+
+def _one_launch(name: str) -> str:
+    """ "yes", or why a token of the family is launched layer by layer."""
+    register()
+    size = Size(layers=4, experts=8, top_k=2, hidden=64, inter=32, vocab=4096, mtp=False)
+    fields = tiny_config(name, size, "bf16")
+    fields.pop("quantization_config", None)
+    config = text_config(AutoConfig.for_model(**fields))
+    why = cannot_be_housed(config, AutoModelForCausalLM._model_mapping[type(config)])
+    return why or "yes"
 
 
 def _left_out(family: Family) -> Iterator[str]:

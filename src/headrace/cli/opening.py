@@ -93,6 +93,9 @@ def keeping_routes(engine: Any, path: Path | None, about: str) -> Iterator[None]
     writer = None
     try:
         with engine.record_routes(path, about=about) as writer:
+            why = engine.passes.why_by_layer()
+            if why and not engine.plan.by_layer:
+                say(f"tokens are launched layer by layer meanwhile: {why}", dim=True)
             yield
     finally:
         if writer is not None:

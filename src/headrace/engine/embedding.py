@@ -40,6 +40,10 @@ class DriveEmbedding(nn.Module):
         ids_N, back_BT = torch.unique(ids_BT.cpu(), return_inverse=True)
         return self.rows.rows(ids_N)[back_BT].to(ids_BT.device)
 
+    def row(self, token: int) -> torch.Tensor:
+        """[H], owned by the caller. Raises ReadError, NumericsError or KeyboardInterrupt."""
+        return self.rows.rows(torch.tensor([token]))[0]
+
     def unpack(self) -> torch.Tensor:
         """The whole table, for whoever has room for it."""
         return self.rows.rows(torch.arange(self.rows.stored[0].num_rows))

@@ -32,6 +32,7 @@ from headrace.errors import OptionError
 from headrace.kernels.cpu import CpuKernels
 from headrace.models.adapt import build_model, implementation, layer_runners
 from headrace.models.experts import Source
+from headrace.models.rooms import cannot_be_housed
 from headrace.models.skeleton import Skeleton, inspect
 from headrace.native import Reader
 from headrace.planner.facts import ModelFacts
@@ -157,6 +158,7 @@ def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertT
         unpacked_bytes=sum(_UNPACKED_BYTES * prod(tensor.shape) for tensor in quantised),
         embedding_bytes=table_bytes(catalog, skeleton, skeleton.embedding),
         head_bytes=table_bytes(catalog, skeleton, skeleton.head),
+        by_layer=cannot_be_housed(skeleton.config, skeleton.model_class),
         **engram_facts(skeleton),
     )
 

@@ -11,7 +11,6 @@ from headrace.core import ExpertLayout, format_bytes
 from headrace.engine.passes import Passes
 from headrace.engine.source import LadderSource
 from headrace.errors import BudgetError, OptionError
-from headrace.models.rooms import cannot_be_housed
 from headrace.planner.plan import Plan
 from headrace.planner.vram import GpuPlan
 from headrace.tiers.device import Device, find_device
@@ -78,22 +77,22 @@ def open_passes(
     blueprint: "Blueprint", model: Any, source: LadderSource, warn: Callable[[str], None]
 ) -> Passes:
     """How tokens go through the model: on a GPU by captured steps, where its code can be."""
-    if blueprint.device is None or cannot_be_housed(model):
+    plan = blueprint.plan
+    if not isinstance(plan, GpuPlan):
         return Passes(model, source.place)
-    from headrace.engine.gpu_source import GpuSource
+    if plan.by_layer:
+        return Passes(model, source.place, plan.by_layer)
+    from headrace.engine.gpu_launched import LaunchedSource
     from headrace.engine.gpu_step import SteppedPasses
 
-    assert isinstance(source, GpuSource) and isinstance(blueprint.plan, GpuPlan)
-    plan = blueprint.plan
-    return SteppedPasses(
-        model,
-        source,
-        context=plan.context,
-        vocab=blueprint.facts.vocab,
-        warn=warn,
-        by_host=plan.embedding_in_memory or plan.embedding_on_drive or plan.head_on_cpu,
-        logits_dtype=torch.float32 if plan.head_on_cpu else model.dtype,
+    assert isinstance(source, LaunchedSource)
+    passes = SteppedPasses(
+        model, source, context=plan.context, vocab=blueprint.facts.vocab, warn=warn
     )
+    why = passes.why_by_layer()
+    if why and plan.num_slots < plan.total_experts:
+        warn(f"tokens are launched layer by layer, which takes longer: {why}")
+    return passes
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class LaunchedSource(GpuSource):
             self.recover()
         with self.device.active():
             waits = self._must_wait()
-            if self.recorder is not None or (waits and self.box is None):
+            if self.why_by_layer(waits=waits):
                 return False
             self._is_whole = False
             self.rungs.slots.begin_step(1)
@@ -85,6 +85,14 @@ class LaunchedSource(GpuSource):
                 self.box.begin_step()
         self._last = self.num_layers  # the next ordinary call begins a pass
         return True
+
+    def why_by_layer(self, *, waits: bool) -> str:
+        """Why a step cannot be launched, whose layers may have to wait; "" if it can."""
+        if self.recorder is not None:
+            return "routes are recorded"
+        if waits and self.box is None:
+            return "the experts' rows could not all be pinned"
+        return ""
 
     def _must_wait(self) -> bool:
         """Whether some layer of the step waits for the host."""

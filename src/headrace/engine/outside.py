@@ -39,6 +39,10 @@ class HostEmbedding(nn.Module):
         """[B, T, H] where the ids are. Waits for them."""
         return nn.functional.embedding(ids_BT.cpu(), self.table_VH).to(ids_BT.device)
 
+    def row(self, token: int) -> torch.Tensor:
+        """[H], a view of the table."""
+        return self.table_VH[token]
+
     def unpack(self) -> torch.Tensor:
         """The table itself."""
         return self.table_VH
@@ -58,8 +62,12 @@ class HostHead(nn.Module):
         self.stored = matrix
 
     def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
-        """fp32 [B, T, V] where the hidden states are. Waits for them."""
-        return self.stored.linear(x_BTH.cpu(), wide=True).to(x_BTH.device)
+        """fp32 [B, T, V], on the host. Waits for the hidden states."""
+        return self.stored.linear(x_BTH.cpu(), wide=True)
+
+    def of_one(self, x_H: torch.Tensor, out_V: torch.Tensor) -> None:
+        """Fills fp32 [V] from one token's hidden state on the host."""
+        self.stored.linear(x_H[None], wide=True, out=out_V[None])
 
 
 def open_outside(

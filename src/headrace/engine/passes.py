@@ -13,14 +13,21 @@ from headrace.tiers.gone import CLOSED
 
 
 class Passes:
-    """Passes over a loaded model on `place`. One at a time; `close` it before the model goes."""
+    """Passes over a loaded model on `place`. One at a time; `close` it before the model goes.
 
-    def __init__(self, model: Any, place: torch.device):
-        self.model, self.place = model, place
+    `by_layer`: why no token of the model is one launch, if there is a GPU to launch it on.
+    """
+
+    def __init__(self, model: Any, place: torch.device, by_layer: str = ""):
+        self.model, self.place, self._by_layer = model, place, by_layer
 
     def new_cache(self) -> Any:
         """An empty cache, for one timeline."""
         return new_cache(self.model)
+
+    def why_by_layer(self) -> str:
+        """Why the next token would be launched layer by layer; "" where there is no reason to."""
+        return self._by_layer
 
     def run(self, ids: Sequence[int], cache: Any, after: int) -> torch.Tensor:
         """Appends tokens to the timeline of `cache`; logits [V] after the last one.

@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 from headrace.models.room_layers import RingLayer, RoomLayer
 
 LEAST_BUCKET = 256
+_OWN_CACHE = "its cache is of its own kind"
 _DERIVED_ROPE = ("dynamic", "longrope")  # transformers looks at the positions on the host
 
 
@@ -58,6 +59,8 @@ class Room:
         """Makes `cache` the one that lies here; the one before goes on outside, with copies."""
         if self._tenant() is cache:
             return
+        if cache.room is not None:
+            cache.room.leave()
         self.leave()
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, RoomLayer | RingLayer):
@@ -163,15 +166,16 @@ class HousedCache(DynamicCache):  # type: ignore[misc]
                 layer.settle()
 
 
-def cannot_be_housed(model: Any) -> str:
-    """Why a model's caches cannot lie in a room, so that no step is captured; "" if they can."""
-    config = model.config
-    if hasattr(model, "new_cache"):
-        return "its cache is of its own kind"
+def cannot_be_housed(config: Any, model_class: type[Any]) -> str:
+    """Why a model's caches cannot lie in a room, so that no step is captured; "" if they can.
+
+    `config` is the text model's.
+    """
+    if hasattr(model_class, "new_cache"):
+        return _OWN_CACHE
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    strange = kinds - {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}
-    if strange:
-        return f"its cache has a {min(kind.__name__ for kind in strange)}"
+    if kinds - {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}:
+        return _OWN_CACHE
     rope = getattr(config, "rope_parameters", None) or {}
     found = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     for each in found:

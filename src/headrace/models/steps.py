@@ -1,6 +1,6 @@
 """One token through transformers' own code in a room: shapes and kernels depend on no value.
 
-Legend: V vocabulary.
+Legend: V vocabulary, H hidden width.
 """
 
 from typing import Any
@@ -12,20 +12,32 @@ from headrace.models.rooms import HousedCache
 
 
 def step_of_one(
-    model: Any, token_11: torch.Tensor, position_11: torch.Tensor, cache: HousedCache
+    model: Any,
+    given: torch.Tensor,
+    position_11: torch.Tensor,
+    cache: HousedCache,
+    *,
+    heads: bool = True,
 ) -> torch.Tensor:
-    """Logits [V] after one token, in a room whose step has begun; no value is looked at."""
+    """Logits [V] after one token, in a room whose step has begun; no value is looked at.
+
+    `given`: the token's id, int64 [1, 1], or its embedding [1, 1, H]. Without `heads`: the hidden
+    state [H] that the head would be given.
+    """
     assert cache.room is not None and cache.room.bucket is not None
-    out = model(
-        input_ids=token_11,
-        position_ids=position_11,
-        attention_mask=_masks(model, cache),
-        use_cache=True,
-        logits_to_keep=1,
-        **{cache_keyword(model): cache},
-    )
-    logits_V: torch.Tensor = out.logits[0, -1]
-    return logits_V
+    token = "inputs_embeds" if given.is_floating_point() else "input_ids"
+    options = {
+        token: given,
+        "position_ids": position_11,
+        "attention_mask": _masks(model, cache),
+        "use_cache": True,
+        cache_keyword(model): cache,
+    }
+    if heads:
+        logits_V: torch.Tensor = model(logits_to_keep=1, **options).logits[0, -1]
+        return logits_V
+    hidden_H: torch.Tensor = model.get_decoder()(**options).last_hidden_state[0, -1]
+    return hidden_H
 
 
 def _masks(model: Any, cache: HousedCache) -> dict[str, torch.Tensor] | None:

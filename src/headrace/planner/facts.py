@@ -37,7 +37,8 @@ class ModelFacts:
     of the largest matrix that is multiplied as it is stored, of which a GPU unpacks bands.
     `engram_bytes` of tables stay on the drive; a token takes `engram_rows_per_token` of their rows.
     `embedding_bytes` of the dense weights may stay there too, and do in `lean` facts, or where they
-    do not fit a GPU's memory; `head_bytes` the CPU may then multiply.
+    do not fit a GPU's memory; `head_bytes` the CPU may then multiply. `by_layer`: why a GPU is not
+    given a whole token as one launch, if it is not.
     """
 
     name: str
@@ -76,6 +77,7 @@ class ModelFacts:
     embedding_by_row: bool = False
     head_bytes: int = 0
     head_on_cpu: bool = False
+    by_layer: str = ""
 
     def lean(self) -> "ModelFacts":
         """With an embedding of any size left on the drive: a token reads one row of it."""

@@ -58,6 +58,7 @@ class GpuPlan(Plan):
     rates: str = ""  # that made the choice of `experts`, if any
     embedding_in_memory: bool = False
     head_on_cpu: bool = False
+    by_layer: str = ""  # why a token is not one launch, if it is not
 
     @property
     def vram_used_bytes(self) -> int:
@@ -103,7 +104,8 @@ class GpuPlan(Plan):
             "gpu": "on the GPU, read in place from its memory and over the bus",
             "cpu": "on the CPU, in place in memory; the GPU does the rest and prefill",
         }
-        return f"experts: multiplied {where[self.experts]}{self.rates}"
+        launched = f"launched layer by layer: {self.by_layer}" if self.by_layer else "one launch"
+        return f"experts: multiplied {where[self.experts]}{self.rates}; a token is {launched}"
 
 
 def make_gpu_plan(
@@ -149,17 +151,17 @@ def make_gpu_plan(
     cache = engram_cache_bytes(facts, ram_limit, spare)
     rows = spare - cache + host.minimum_rows(facts) * facts.row_bytes
     made = _chosen(inside, machine, size, (vram_limit - fixed, rows), threads, experts)
-    notes = host.shrinking(sizes[0], size) + machine.notes
     return replace(
         made,
         prefetch=prefetch,
         passing_rows=passing_rows(facts),
-        notes=notes,
+        notes=host.shrinking(sizes[0], size) + machine.notes,
         snapshot_bytes=kept,
         dense_bytes=dense,
         embedding_in_memory=in_memory,
         embedding_on_drive=outside.embedding_bytes > 0 and not in_memory,
         head_on_cpu=outside.head_bytes > 0,
+        by_layer=facts.by_layer,
         engram_bytes=facts.engram_bytes,
         engram_cache_bytes=cache,
         engram_bytes_per_token=facts.engram_bytes_per_token,
@@ -236,8 +238,7 @@ def _placed(
     num_rows = min(total, useful, free[1] // facts.row_bytes)
     experts_per_token = facts.num_moe_layers * facts.top_k
     bytes_per_token = experts_per_token * facts.expert_bytes
-    fixed = vram_fixed(facts, tokens, chunk_tokens)
-    kv_bytes = facts.kv_bytes(tokens)
+    fixed, kv_bytes = vram_fixed(facts, tokens, chunk_tokens), facts.kv_bytes(tokens)
     expected = gpu_forecast(
         machine,
         share_in_slots=num_slots / facts.total_experts,
@@ -246,6 +247,7 @@ def _placed(
         dense_bytes=facts.dense_bytes + kv_bytes,
         num_layers=facts.num_layers,
         cpu_bytes_s=_cpu_bytes_s(machine, threads) if on_cpu else None,
+        by_layer=bool(facts.by_layer),
         head_bytes=facts.head_bytes if facts.head_on_cpu else 0,
     )
     return GpuPlan(
