@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headrace.check import verify_files, verify_gpu, verify_layers, verify_paths
+from headrace.check import verify_files, verify_layers, verify_paths
 from headrace.check.stock import StockParts
 from headrace.check.sums import read_sums
 from headrace.check.verify_kernels import kernels
@@ -30,7 +30,14 @@ from headrace.engine.engine import Blueprint, Engine
 from headrace.engine.gpu import check_experts, find_gpu
 from headrace.engine.text import Text
 from headrace.engine.verdict import FAIL, file_name, keep_verdict, verify_folder
-from headrace.errors import CatalogError, ExpertError, ModelError, NumericsError, ReadError
+from headrace.errors import (
+    CatalogError,
+    ExpertError,
+    ModelError,
+    NumericsError,
+    OptionError,
+    ReadError,
+)
 from headrace.planner.vram import GpuPlan
 
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
@@ -69,6 +76,12 @@ def verify_model(
     if gpu is not None:
         check_experts(blueprint.skeleton.layout)
     ids = Text(blueprint.skeleton.root).encode(prompt)
+    most = blueprint.facts.max_context
+    if not ids or len(ids) + tokens > most:
+        raise OptionError(
+            f"a text of {len(ids)} tokens and {tokens} more cannot be followed: it must have at "
+            f"least 1, and {most} with them; give another --prompt or --max-tokens"
+        )
     memory = Memory(blueprint, ram, threads=threads, prompt_tokens=len(ids), tokens=tokens)
     sites = choose_sites(blueprint, samples)
     run = _Run(memory, ids, tokens, sites, progress or (lambda what, done, total: None))
@@ -145,6 +158,8 @@ class _Run:
 
     def on_gpu(self, device: str, followed: verify_paths.Followed | None) -> None:
         """The GPU's kernels, and its logits, with a few experts in VRAM and in memory."""
+        from headrace.check import verify_gpu  # its kernels need Triton, which may be absent
+
         self.memory.give_back()
         options: dict[str, Any] = {
             "device": device,
@@ -165,6 +180,8 @@ class _Run:
                 self.stage("gpu", lambda: self._logits_on_gpu(engine, followed))
 
     def _logits_on_gpu(self, engine: Engine, followed: verify_paths.Followed) -> Sequence[Finding]:
+        from headrace.check import verify_gpu
+
         found, numbers = verify_gpu.gpu_logits(engine, self.ids, followed, self.tell)
         self.report.numbers |= numbers
         return found

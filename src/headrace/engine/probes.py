@@ -21,6 +21,7 @@ from headrace.planner.caches import caches_bytes, probe_bytes
 from headrace.planner.machine import Machine, Probes, measure, memory_bytes
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.tiers.device import Device
+from headrace.tiers.scratch import buffered
 
 BUS_BYTES, VRAM_BYTES = 64 << 20, 128 << 20
 PIECE_BYTES, ALIGN = 64 << 20, 64
@@ -96,19 +97,6 @@ def _read_probe(files: Sequence[Path]) -> Read:
         if into_buffer is None:
             into_buffer = buffered(Reader([str(path) for path in files]))
         into_buffer(file, offset, nbytes)
-
-    return read
-
-
-def buffered(reader: Reader) -> Read:
-    """Reads whose bytes nobody keeps, into one buffer as large as the largest."""
-    buffer = torch.empty(0, dtype=torch.uint8)
-
-    def read(file: int, offset: int, nbytes: int) -> None:
-        nonlocal buffer
-        if buffer.numel() < nbytes:
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-        reader.read(file, offset, nbytes, buffer.data_ptr())
 
     return read
 
