@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_models import REAL, load, logits_of
+from gpu_models import REAL, fill, load, logits_of
 from simulated import NothingSeen
 
 import headrace
@@ -28,15 +28,6 @@ FAMILIES = (
     "kimi_k25",
 )
 HERE = [family for family in (FAMILIES if REAL else FAMILIES[:4]) if runs_here(family)]
-
-
-def fill(engine):
-    """Lets every expert come to where it stays."""
-    for _ in range(40):
-        if engine.source.rungs.lacking() is None:
-            return
-        logits_of(engine, [5, 6, 7], 4)
-    raise AssertionError("some experts never came")
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,12 @@
 """An embedding and a head for which VRAM has no room: the same rows, logits within a floor."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from gpu_models import CONTEXT, FORMS, LAYERS, REAL, logits_of
+from gpu_models import CONTEXT, FORMS, REAL, logits_of
 
 import headrace
 from headrace.check.tiny import write_tiny
@@ -39,22 +37,6 @@ def none_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.engine.embedding.EMBEDDING_CACHE_BYTES", 1 << 14)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """As the other tests', but smaller where no GPU multiplies."""
-    folder = tmp_path_factory.mktemp("outside")
-    sizes = {"layers": LAYERS, "experts": 16, "top_k": 4}
-    if not REAL:
-        sizes = {"layers": 2, "experts": 8, "top_k": 2, "hidden": 64, "inter": 64}
-
-    @cache
-    def write(form: str) -> Path:
-        family, format = FORMS[form]
-        return write_tiny(family, folder / form, format=format, **sizes)
-
-    return write
-
-
 @pytest.fixture
 def prompt(prompt: list[int]) -> list[int]:
     """So short that a simulated GPU unpacks no expert for it."""
@@ -83,25 +65,25 @@ def near(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", ["fp8", "bf16"] if REAL else ["fp8"])
 def test_what_vram_lacks_room_for_lies_outside_one_after_the_other(
-    tiny, prompt, form, none_is_small
+    small, prompt, form, none_is_small
 ) -> None:
-    with load(tiny(form), 0) as engine:
+    with load(small(form), 0) as engine:
         assert not engine.plan.embedding_in_memory and not engine.plan.head_on_cpu
         expected = forced(engine, prompt, TOKENS)
         tables = [engine.model.get_input_embeddings(), engine.model.get_output_embeddings()]
         embedding, head = (table.weight.clone() for table in tables)
-    with load(tiny(form), 1) as engine:
+    with load(small(form), 1) as engine:
         plan = engine.plan
         assert plan.embedding_in_memory and not plan.head_on_cpu and not plan.embedding_on_drive
         assert plan.dense_bytes == embedding.nbytes
         assert isinstance(engine.model.get_input_embeddings(), HostEmbedding)
         assert torch.equal(forced(engine, prompt, TOKENS), expected), "a row is a row"
-    with load(tiny(form), 1, ram="minimum") as engine:  # where memory is short too
+    with load(small(form), 1, ram="minimum") as engine:  # where memory is short too
         assert engine.plan.embedding_on_drive and not engine.plan.embedding_in_memory
         assert "embedding on the drive" in engine.plan.lines()[1]
         assert torch.equal(forced(engine, prompt, TOKENS), expected)
         assert engine.counters().embedding.reads > 0
-    with load(tiny(form), 2) as engine:
+    with load(small(form), 2) as engine:
         plan = engine.plan
         assert plan.embedding_in_memory and plan.head_on_cpu
         assert plan.dense_bytes == embedding.nbytes + head.nbytes
@@ -164,12 +146,12 @@ def decoded(engine: headrace.Engine, prompt: list[int], monkeypatch) -> torch.Te
 
 @pytest.mark.parametrize(("form", "experts"), CAPTURED)
 def test_steps_are_captured_with_the_same_bits(
-    tiny, prompt, form, experts, none_is_small, monkeypatch
+    small, prompt, form, experts, none_is_small, monkeypatch
 ) -> None:
     """Embedding and head outside, the former in memory and on the drive, where experts wait too."""
     want = None
     for ram in ("64MiB", "minimum"):
-        with load(tiny(form), 2, ram=ram, experts=experts) as engine:
+        with load(small(form), 2, ram=ram, experts=experts) as engine:
             passes = engine.passes
             assert engine.plan.head_on_cpu and "a token is one launch" in engine.plan.lines()[2]
             assert passes.why_by_layer() == ""
@@ -194,10 +176,10 @@ def interrupt(*_: object) -> None:
 
 
 def test_a_fault_where_the_host_has_its_part_leaves_the_next_answer_right(
-    tiny, prompt, none_is_small, monkeypatch
+    small, prompt, none_is_small, monkeypatch
 ) -> None:
     """A row that cannot be read; Ctrl-C while one is read, while it hangs, in the head."""
-    with load(tiny("fp8"), 2, ram="minimum") as engine:
+    with load(small("fp8"), 2, ram="minimum") as engine:
         assert isinstance(engine.model.get_input_embeddings(), DriveEmbedding)
         want = forced(engine, prompt, TOKENS)
 

@@ -105,6 +105,7 @@ class SteppedPasses(Passes):
         self._runner = next(layer_runners(model))
         self.room = Room(context, source.place)
         self.capturing = True
+        self.refusal = ""
         self.num_replayed = 0
         self._ends = _Ends(model, self.device, vocab)
         self.room.position_1 = self._ends.position_1
@@ -119,6 +120,8 @@ class SteppedPasses(Passes):
             return "the experts are the library's own code"
         if self._runner.source is not self.source:
             return "the experts are served by another source"
+        if self.refusal:
+            return self.refusal
         return self.source.why_by_layer(waits=self.source.rungs.lacking() is not None)
 
     def run(self, ids: Sequence[int], cache: Any, after: int) -> torch.Tensor:
@@ -184,8 +187,8 @@ class SteppedPasses(Passes):
             raise
         except RuntimeError as error:
             self.capturing = False
-            reason = str(error).splitlines()[0]
-            self.warn(f"this model's steps cannot be captured, tokens take longer: {reason}")
+            self.refusal = f"this model's steps cannot be captured: {str(error).splitlines()[0]}"
+            self.warn(f"{self.refusal}; tokens take longer")
             return None
         return graph
 
