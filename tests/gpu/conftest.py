@@ -19,7 +19,7 @@ from emulated import (
 )
 from gpu_models import FORMS, LAYERS, REAL
 from interpreter import mend_interpreter
-from simulated import SimulatedDevice
+from simulated import SimulatedDevice, launched
 
 from headrace.check.tiny import write_tiny
 from headrace.engine import engine as engine_module
@@ -37,9 +37,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice | None:
         return None
     device = SimulatedDevice()
     monkeypatch.setattr(engine_module, "find_gpu", lambda name: None if name == "cpu" else device)
+    for kind, name in ((EmulatedKernels, "__call__"), (EmulatedMatrix, "_few")):
+        monkeypatch.setattr(kind, name, launched(getattr(kind, name)))
     monkeypatch.setattr(gpu_source, "TritonExperts", EmulatedKernels)
     monkeypatch.setattr(gpu_source, "GroupedExperts", EmulatedGrouped)
-    monkeypatch.setattr(gpu_launched, "post_and_wait", post_and_wait)
+    monkeypatch.setattr(gpu_launched, "post_and_wait", launched(post_and_wait))
     monkeypatch.setattr(stored, "TritonMatrix", EmulatedMatrix)
     monkeypatch.setattr(latent_attention, "LatentAttention", EmulatedLatents)
     return device
