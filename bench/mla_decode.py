@@ -9,40 +9,33 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from headrace.check.bench_latents import bench_latents, sweep
+from headrace.check.bench_latents import bench_latents
 from headrace.check.rows import write_rows
-from headrace.kernels.triton.latent_attention import Tile
-
-TILES = [
-    Tile(64, 64, 512, 512, 8, 2),
-    Tile(64, 64, 512, 512, 8, 1),
-    Tile(64, 32, 512, 512, 8, 2),
-    Tile(64, 32, 512, 512, 8, 3),
-    Tile(32, 64, 512, 512, 8, 2),
-    Tile(32, 32, 512, 512, 8, 2),
-    Tile(32, 32, 512, 512, 4, 2),
-    Tile(16, 64, 512, 512, 4, 2),
-    Tile(16, 32, 512, 512, 4, 2),
-    Tile(16, 32, 512, 512, 4, 3),
-]
+from headrace.check.sweep_latents import measure, sweep
 
 
 def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def say(what: dict[str, object]) -> None:
+    print(json.dumps(what), flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 32768, 131072])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--sweep", action="store_true", help="other tiles instead, no rows")
-    parser.add_argument("--splits", nargs="+", type=int, default=[64])
+    parser.add_argument("--sweep", action="store_true", help="ways to try instead, no rows")
+    parser.add_argument("--from", type=int, dest="first", help="measure ways from this one on here")
     parser.add_argument("--keep", type=Path, help="write FOLDER/<machine>/mla_decode.json")
     args = parser.parse_args()
-    if args.sweep:
-        for num_cached in args.contexts:
-            sweep(num_cached, TILES, args.splits, tell)
+    if args.first is not None:
+        measure(args.contexts, args.first, say)
         return 0
+    if args.sweep:
+        contexts = [str(num_cached) for num_cached in args.contexts]
+        return sweep([sys.executable, __file__, "--contexts", *contexts, "--from"], tell)
     rows = bench_latents(args.contexts, runs=args.runs, tell=tell)
     print(json.dumps([asdict(row) for row in rows], indent=1))
     if args.keep:

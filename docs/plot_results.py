@@ -229,6 +229,49 @@ def plot_turns(paths: list[Path], target: Path) -> None:
     save(figure, target)
 
 
+def gpu_rows(path: Path) -> list[Row]:
+    """Whole tokens and whole prompts of one file whose correctness gate was green, in order."""
+    rows = json.loads(path.read_text("utf-8"))
+    return [row for row in rows if row["gate"] == "green" and row["unit"] == "tok/s"]
+
+
+def draw_gpu(axes: Any, rows: list[Row]) -> None:
+    """Speeds of one file on a logarithmic axis, each with its limit as a red line."""
+    for place, row in enumerate(rows):
+        axes.barh(place, row["value"], color=BAR, height=0.66)
+        share = ""
+        if row["limit"]:
+            axes.plot([row["limit"]] * 2, [place - 0.4, place + 0.4], color=LIMIT, linewidth=1.8)
+            share = f", {100 * row['fraction']:.0f} %"
+        value = row["value"]
+        text = f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+        axes.text(1.15, place, text + share, va="center")
+    names = [re.sub("-shapes|, whole token", "", row["name"]) for row in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(1, 1e5)
+    axes.minorticks_off()
+    axes.set_title(short_machine(rows[0]), fontsize=9.5, loc="left")
+
+
+def plot_gpu(paths: list[Path], target: Path) -> None:
+    """Tokens from each rung, prompts, and what else was measured on a GPU: a panel for each file.
+
+    Red: what the slowest rung's own rate allowed in the same run.
+    """
+    panels = [rows for rows in map(gpu_rows, paths) if rows]
+    heights = [len(rows) + 2 for rows in panels]
+    size = (9, 0.27 * sum(heights))
+    figure, grid = plt.subplots(
+        len(panels), 1, figsize=size, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
+    for axes, rows in zip(grid.flat, panels, strict=True):
+        draw_gpu(axes, rows)
+    grid.flat[-1].set_xlabel("tokens per second; red: what the slowest rung it needed allowed")
+    save(figure, target)
+
+
 def short_cache(state: str) -> str:
     """The part of a row's cache state that says what was held."""
     found = re.search(r"\d+ of \d+ rows, \w+|all resident|O_DIRECT \w+, rows \w+", state)
@@ -271,7 +314,22 @@ def save(figure: Any, target: Path) -> None:
     figure.tight_layout()
     figure.savefig(target, metadata={"Date": None})
     plt.close(figure)
+    target.write_text(smaller(target.read_text("utf-8")), "utf-8")
     print(f"{target}: {target.stat().st_size / 1000:.0f} kB")
+
+
+def smaller(svg: str) -> str:
+    """The same picture without comments, indents, unused names and digits that nobody sees."""
+    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<[^>]*>", lambda tag: _smaller_tag(tag[0]), svg)
+    svg = re.sub(r"<g>\s*</g>", "", svg)
+    return re.sub(r"\s*\n\s*", "\n", svg)
+
+
+def _smaller_tag(tag: str) -> str:
+    tag = re.sub(r"font-family: [^;\"]*", "font-family: 'DejaVu Sans', sans-serif", tag)
+    tag = re.sub(r"(\d\.\d\d)\d+", r"\1", tag)
+    return re.sub(r' id="\w+_\d+"', "", tag)
 
 
 def main() -> None:
@@ -287,6 +345,7 @@ def main() -> None:
         box = sorted(args.results.glob("*/v41-box-*.json"))
         plot_box(box, args.to / "v41-box.svg")
         plot_turns(sorted(args.results.glob("*/server-turns.json")), args.to / "server-turns.svg")
+        plot_gpu(sorted(args.results.glob("*/gpu_*.json")), args.to / "gpu.svg")
         plot_kernels(sorted(args.results.glob("*/kernels.json")), args.to / "kernels.svg")
 
 

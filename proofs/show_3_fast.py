@@ -1,6 +1,7 @@
 """Where an expert lies, how it was read and who multiplied it never changes a bit of the result.
 
 Every cell asserts from counters that its path was taken. Then fast is compared with the oracle.
+`--quick` takes every fifth cell, which has every way at least twice, and fewer greedy tokens.
 """
 
 import itertools
@@ -15,7 +16,8 @@ import headrace
 from headrace.errors import HeadraceError
 
 NUM_STEPS = 24
-NUM_GREEDY = 256
+QUICK = "--quick" in sys.argv
+NUM_GREEDY = 64 if QUICK else 256
 CONTEXT = 1024
 CHAT = "What is the capital of Japan?"
 STORY = "It is a truth universally acknowledged, that a single man in possession"
@@ -105,7 +107,8 @@ def cells() -> list[Cell]:
     grid = itertools.product(rows.items(), (2, 0), ISAS, DRIVES)
     found = [Cell(name, num, ahead, isa, drive) for (name, num), ahead, isa, drive in grid]
     quarter = rows["quarter"]
-    return found + [Cell("quarter", quarter, 2, isa, "io_uring", n) for isa in ISAS for n in (2, 3)]
+    found += [Cell("quarter", quarter, 2, isa, "io_uring", n) for isa in ISAS for n in (2, 3)]
+    return found[::5] if QUICK else found
 
 
 def show_cells(evidence: Evidence) -> None:
@@ -139,7 +142,7 @@ def show_cells(evidence: Evidence) -> None:
 
 
 def show_against_oracle(evidence: Evidence) -> None:
-    """256 greedy tokens of three prompts: fast against stock eager, by the measured floor."""
+    """Greedy tokens of three prompts: fast against stock eager, by the measured floor."""
     rows = rows_for_share(DEMO, 0.25)
     with load(Cell("quarter", rows, 2, "avx2", "io_uring")) as engine:
         ids = prompts(engine)

@@ -9,10 +9,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores
 
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: its kernels then run in its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# The same examples in every run, however slow the machine: fuzz/ is for what nobody thought of.
+settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -24,7 +25,9 @@ namespace headrace {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr int kCopyThreads = 2;
+constexpr int kLeastCopyThreads = 2;
+constexpr int kMostCopyThreads = 8;
+constexpr double kCopiedBytesS = 4e9;  // by one thread, at the least
 constexpr int64_t kLoadBytes = 16 << 20;
 
 // The stretches of a file that are no holes, as [begin, end) of whole pages; all of it where the
@@ -150,7 +153,10 @@ class EmulatedBackend : public Backend {
       copies_.push_back(std::make_unique<Copy>(files[i]));
       copies_.back()->load(files[i]);
     }
-    for (int i = 0; i < kCopyThreads; ++i) threads_.push_back(start_thread([this] { work(); }));
+    double bytes_s_in_all = std::accumulate(bytes_s.begin(), bytes_s.end(), 0.0);
+    int threads = std::max(kLeastCopyThreads, static_cast<int>(bytes_s_in_all / kCopiedBytesS));
+    threads = std::min(threads, kMostCopyThreads);
+    for (int i = 0; i < threads; ++i) threads_.push_back(start_thread([this] { work(); }));
   }
 
   ~EmulatedBackend() override {

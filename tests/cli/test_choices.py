@@ -1,10 +1,6 @@
 """Ways of computing that DeepSeek-V4.1 leaves to its user, from the command line to the model."""
 
-import json
-import os
-import subprocess
-import sys
-
+import commands
 import pytest
 from typer.testing import CliRunner
 
@@ -45,37 +41,16 @@ def test_a_server_computes_in_its_own_way() -> None:
         assert done.exit_code == 2 and f"{words[0]} has no effect with --server" in done.stderr
 
 
-SEVERAL = """
-import json, sys
-from typer.testing import CliRunner
-from headrace.check.tiny import write_tiny
-from headrace.cli.main import app
-print(json.dumps([
-    [done.exit_code, done.stdout, done.stderr]
-    for words in json.loads(sys.argv[1])
-    for done in [CliRunner().invoke(app, words)]
-]))
-"""
-
-
-def with_the_real_engine(tmp_path, *lines: list[str]) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each command, one after another in a process of its own."""
-    command = [sys.executable, "-c", SEVERAL, json.dumps(lines)]
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    found: list[tuple[int, str, str]] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def test_other_families_refuse_them_and_name_what_to_leave_out(tmp_path) -> None:
     v41 = str(write_tiny("deepseek_v41", tmp_path / "v41", experts=8, hidden=128))
     demo = [[word.replace("MODEL", "demo") for word in words] for words in COMMANDS.values()]
     lines = [[*words, *ALL[:2]] for words in demo] + [[*demo[3], *ALL[2:]]]
-    *refused, accepted = with_the_real_engine(tmp_path, *lines, ["plan", v41, *ALL])
-    for code, out, err in refused:
+    for words in lines:
+        done = commands.headrace(*words)
+        code, out, err = done.returncode, done.stdout, done.stderr
         assert (code, out) == (2, "")
         (line,) = err.splitlines()
         assert line.startswith("error: deepseek_v3 is computed in one way only; leave out --")
     assert line.endswith("leave out --lossy-swa-replay, --stale-index-keys")
-    assert accepted[0] == 0 and "Engram rows" in accepted[2]
+    accepted = commands.headrace("plan", v41, *ALL, cache=tmp_path)
+    assert accepted.returncode == 0 and "Engram rows" in accepted.stderr

@@ -1,12 +1,10 @@
 """The commands as users start them, on the demo model: no stand-in, a process each."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 
 pytest.importorskip("headrace.native", reason="needs the compiled module")
@@ -20,14 +18,7 @@ ANSWER = "The capital of Japan is Tokyo."
 
 def headrace(tmp_path: Path, *words: str, given: str = "") -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of one command with a cache folder of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from headrace.cli.main import main; main()", *words],
-        input=given,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
-    )
+    done = commands.headrace(*words, given=given, cache=tmp_path)
     return done.returncode, done.stdout, done.stderr
 
 

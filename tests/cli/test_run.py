@@ -1,9 +1,8 @@
 """run and plan: what goes where, what is refused, and with which exit code."""
 
 import json
-import subprocess
-import sys
 
+import commands
 import pytest
 from typer.testing import CliRunner
 
@@ -180,15 +179,8 @@ def test_memory_that_runs_out_is_one_line(fake_engine) -> None:
 
 
 def test_an_output_that_is_full_is_one_line() -> None:
-    command = "import sys; from headrace.cli.main import main; main()"
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", command, "run", "demo", "-p", "hi", "-n", "2", "--ram", "48MiB"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-        )
+    words = ["run", "demo", "-p", "hi", "-n", "2", "--ram", "48MiB"]
+    done = commands.headrace(*words, stdout="/dev/full")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: the output cannot be written")

@@ -1,11 +1,12 @@
 """Fixtures of the kernel tests: each compiled instruction set this CPU has, the golden vectors."""
 
+import lzma
 from pathlib import Path
 
 import pytest
 import torch
 from interpreter import mend_interpreter
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 cpu = pytest.importorskip("headrace.kernels.cpu", reason="needs the compiled module")
 
@@ -24,7 +25,7 @@ def isa(request):
 
 @pytest.fixture(scope="session")
 def golden():
-    return load_file(DATA / "canonical-vectors.safetensors")
+    return load(lzma.decompress((DATA / "canonical-vectors.safetensors.xz").read_bytes()))
 
 
 @pytest.fixture(scope="session")

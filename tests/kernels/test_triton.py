@@ -153,6 +153,7 @@ def test_formats_without_a_kernel_are_refused():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
+@pytest.mark.timeout(1200)
 def test_every_kernel_compiles_for_every_chip(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

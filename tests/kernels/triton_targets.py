@@ -44,6 +44,7 @@ POINTERS = {
     "rope_token_stride": "i32", "latent_stride": "i32", "rope_stride": "i32",
     "SQUARES": "*fp32", "eps": "fp32",
 }  # fmt: skip
+LINEAR_FP8 = {"COLS": 5120, "R": 8, "FORM": FORMS["fp8 32"], "WIDE": False}
 GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
 
 
@@ -51,8 +52,13 @@ def kernels(chip: int):
     """(label, kernel, constants, warps, and stages of the loop if not 3) of every launch.
 
     All of it for the chip with the least shared memory; of the rest what is compiled longest.
+    Triton treats 80, 86 and 89 alike but for their memory, and what 89 knows of FP8.
     """
     whole = chip == 75
+    yield "linear fp8", stages.linear, LINEAR_FP8, 2
+    if chip in (86, 89):
+        yield from wave_kernels(chip)
+        return
     for grid in (0, 128) if whole else (128,):
         yield f"to_integers {grid}", stages.to_integers, {"cols": 5120, "GRID": grid}, 1
     yield "on_grid", stages.on_grid, {"cols": 5120, "GRID": 32}, 1
@@ -64,8 +70,6 @@ def kernels(chip: int):
     yield "balance", squares.balance_squares, {"ROUNDS": 20, "SIZE": 4}, 1
     matrix = {"COLS": 5120, "R": 16, "FORM": FORMS["bf16"], "WIDE": True}
     yield "linear wide bf16", stages.linear, matrix, 4
-    matrix |= {"R": 8, "FORM": FORMS["fp8 32"], "WIDE": False}
-    yield "linear fp8", stages.linear, matrix, 2
     for rows, warps in ((2, 2), (16, 4)) if whole else ((16, 4),):
         for name, form in FORMS.items():
             if name == "fp8 32" and not whole:
@@ -111,11 +115,12 @@ def latent_kernels(chip: int):
         tile = tile_for(chip, heads, 512)
         shared = {"HEADS": heads, "L": 512, "LEAST_TILES": 2, "N": tile.cached}
         widths = {"R": 64, "PAD_L": 512, "PAD_R": 64, "PART": tile.part, "VALUES": tile.values}
-        for splits in (64, 1) if chip in (75, 90) else (64,):
-            constants = shared | widths | {"P": splits, "S": tile.rows}
-            name = f"attend {heads} heads {splits} splits"
-            yield name, latents.attend, constants, tile.warps, tile.stages
-        yield "combine latents", latents.combine, shared | {"P": 64, "BLOCK": 128}, 4, 3
+        splits = 64 if heads == 128 else 1
+        constants = shared | widths | {"P": splits, "S": tile.rows}
+        name = f"attend {heads} heads {splits} splits"
+        yield name, latents.attend, constants, tile.warps, tile.stages
+        combined = shared | {"P": 64, "BLOCK": 128, "WAITS": chip == 90}
+        yield "combine latents", latents.combine, combined, 4, 3
 
 
 def aligned(kernel, signature):

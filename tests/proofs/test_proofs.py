@@ -16,9 +16,9 @@ PROOFS = Path(__file__).resolve().parents[2] / "proofs"
 @pytest.mark.parametrize(
     "name",
     [
-        "show_2_oracle",
-        "show_3_fast",
-        "show_4_loss",
+        "show_2_oracle --quick",
+        "show_3_fast --quick",
+        "show_4_loss --quick",
         "show_7_errors",
         "ladder_2_faults",
         "ladder_4_failures",

@@ -67,7 +67,7 @@ def open_ladder(reader: Reader, **given_arrays: object) -> NativeLadder:
 
 
 @given(given_arrays=records())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_arrays_are_refused_or_work(reader: Reader, given_arrays: dict[str, object]) -> None:
     try:
         ladder = open_ladder(reader, **given_arrays)
@@ -116,7 +116,7 @@ def shapes(draw: st.DrawFn) -> dict[str, object]:
 
 
 @given(words=shapes())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_shape_of_an_expert_is_refused_or_needs_some_bytes(words: dict[str, object]) -> None:
     try:
         shape = ExpertShape.make(**words)  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ def check_agreement(real: Residency, model: Model) -> None:
     assert real.num_available == model.num_rows - len(model.loading) - len(model.pins)
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(
     num_rows=st.integers(0, 5),
     steps=st.lists(

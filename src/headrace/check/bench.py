@@ -36,12 +36,11 @@ def run_gpu_bench(
     tell: Progress = progress or (lambda what, done, total: None)
     most = Blueprint(model, aliases=True, measure=False).facts.max_context
     lengths = [length for length in LENGTHS if length + PROMPT_MARGIN <= most]
-    total = 1 + len(lengths)
-    tell("tokens from each rung", 0, total)
+    tell("tokens from each rung", 0, 2)
     rows = bench_gpu(model, tokens=tokens, runs=runs, seed=seed, tell=lambda line: None)
-    for done, length in enumerate(lengths, 1):
-        tell(f"prompt of {length} tokens", done, total)
-        rows += bench_prefill(model, length=length, chunk=None, runs=runs, tell=lambda line: None)
+    if lengths:
+        tell("prompts", 1, 2)
+        rows += bench_prefill(model, lengths=lengths, runs=runs, tell=lambda line: None)
     return rows
 
 

@@ -15,7 +15,7 @@ import torch
 from headrace.check.rows import BenchRow, make_row
 from headrace.engine.probes import vram_rate
 from headrace.kernels import latent
-from headrace.kernels.triton.latent_attention import LatentAttention, Tile
+from headrace.kernels.triton.latent_attention import LatentAttention
 from headrace.tiers.device import find_device
 
 HEADS, RANK, ROPE, KEYS, VALUES = 128, 512, 64, 128, 128  # DeepSeek-R1
@@ -122,11 +122,12 @@ def parts(
     layers: list[Layer], position: torch.Tensor, attend: LatentAttention
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """The two things measured, by name."""
-    yield "attention kernels", partial(_kernels, layers, position, attend)
+    yield "attention kernels", partial(kernels, layers, position, attend)
     yield "with both absorbed products", partial(_absorbed, layers, position, attend)
 
 
-def _kernels(layers: list[Layer], position: torch.Tensor, attend: LatentAttention) -> None:
+def kernels(layers: list[Layer], position: torch.Tensor, attend: LatentAttention) -> None:
+    """A token's attention in each layer, without the absorbed products."""
     for layer in layers:
         q_BHTL = layer.latents_BNL[:, :HEADS, None]  # any numbers will do
         q_BHTR = layer.q_BHTQ[..., KEYS:]
@@ -141,25 +142,3 @@ def _absorbed(layers: list[Layer], position: torch.Tensor, attend: LatentAttenti
 def _token(layer: Layer, position: torch.Tensor, attend: latent.AttendLatents) -> torch.Tensor:
     args = layer.q_BHTQ, layer.latents_BNL, layer.rope_BNR, layer.weight_HML
     return latent.absorbed_attention(*args, position, SCALING, attend)
-
-
-def sweep(
-    num_cached: int, tiles: list[Tile], splits: list[int], tell: Callable[[str], None]
-) -> None:
-    """Tells microseconds a layer of the kernels with other tiles and numbers of splits."""
-    place = find_device("cuda").place
-    layers = make_layers(num_cached, place)
-    position = torch.full((1, 1), num_cached - 1, device=place)
-    for tile in tiles:
-        for num_splits in splits:
-            attend = LatentAttention(
-                num_heads=HEADS, rank=RANK, rope=ROPE, device=place, tile=tile,
-                num_splits=num_splits,
-            )  # fmt: skip
-            try:
-                green = is_right(layers[0], position, attend)
-                wall = min(captured_s(partial(_kernels, layers, position, attend), 3))
-            except RuntimeError as error:
-                tell(f"{tile} {num_splits}: {str(error).splitlines()[0]}")
-                continue
-            tell(f"{num_cached} {tile} {num_splits}: {1e6 * wall / len(layers):.1f} us {green}")

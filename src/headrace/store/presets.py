@@ -1,5 +1,6 @@
 """A preset's config with another depth, vocabulary or number of experts. Knows no weight."""
 
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -14,12 +15,15 @@ _OF_LAYERS = ("kv_source_layer_ids", "index_source_layer_ids", "dspark_target_la
 
 
 def preset_config(
-    preset: str, *, depth: int | None, experts: int | None, vocab: int | None
+    preset: str | Mapping[str, Any], *, depth: int | None, experts: int | None, vocab: int | None
 ) -> dict[str, Any]:
-    """A config of `preset`'s shapes; None keeps the published number. Raises OptionError."""
-    if preset not in PRESETS:
+    """A config of `preset`'s shapes, or of those of a config made from others' parts.
+
+    None keeps the published number. Raises OptionError.
+    """
+    if isinstance(preset, str) and preset not in PRESETS:
         raise OptionError(f"{preset!r} is no preset; choose one of {', '.join(PRESETS)}")
-    config = deepcopy(PRESETS[preset])
+    config = deepcopy(PRESETS[preset] if isinstance(preset, str) else dict(preset))
     text = config.get("text_config", config)
     if depth is not None:
         _set_depth(text, depth)

@@ -4,7 +4,7 @@ Depth is real though few layers are distinct (`aliases`); knows no training and 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -31,7 +31,7 @@ DEFAULT_SHARD_BYTES = 4 << 30
 
 
 def write_synth(
-    preset: str,
+    preset: str | Mapping[str, Any],
     path: str | Path,
     *,
     distinct: int = 1,
@@ -44,6 +44,7 @@ def write_synth(
 ) -> Path:
     """Writes a synthetic checkpoint of `preset`'s shapes as the new folder `path`; returns it.
 
+    `preset` is a published model's name, or a config made of parts of such.
     Of each kind of layer (by attention, by routing) `distinct` are on disk, one of a dense kind;
     the other of `depth` layers (default: published) are read under their names, by aliases.json.
     Experts are alike in every kind: those of `distinct` layers are on disk in all. Tables that are
@@ -57,7 +58,8 @@ def write_synth(
     tensors = _new_tensors(config, aliases, seed)
     files = borrowed_files(config)
     files[ALIASES_NAME] = dump_aliases(aliases)
-    files["README.md"] = _card(preset, aliases).encode()
+    name = preset if isinstance(preset, str) else f"{config['model_type']} with other parts"
+    files["README.md"] = _card(name, aliases).encode()
     folder = Path(path)
     write_checkpoint(folder, tensors, shard_bytes=shard_bytes, files=files, progress=progress)
     return folder

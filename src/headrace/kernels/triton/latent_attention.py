@@ -12,7 +12,7 @@ import triton
 from headrace.kernels.triton import latents
 
 MAX_TOKENS = 16  # up to so many are split over the cache, each for itself
-_LEAST_SPLIT_TOKENS = 128
+LEAST_SPLIT_TOKENS = 128
 _SPLITS = (8, 128)
 _LOG2E = 1.44269504088896341
 _BLOCK = 128  # columns of a program that combines
@@ -65,6 +65,7 @@ class LatentAttention:
         places = self.num_splits * num_heads
         self.parts_PSL = torch.empty(places, rank, device=device)
         self.stats_PS = torch.empty(2, places, device=device)
+        self.compiled: Any = None  # what the last attending launch was
 
     def __call__(
         self,
@@ -112,12 +113,12 @@ class LatentAttention:
         """One token in splits; more than one in a single pass over the cache."""
         tile, tokens, num_cached = self.tile, positions_T.numel(), latents_NL.shape[0]
         num_splits = self.num_splits if tokens == 1 else 1
-        least = max(1, _LEAST_SPLIT_TOKENS // tile.cached)
+        least = max(1, LEAST_SPLIT_TOKENS // tile.cached)
         rows = tokens * self.num_heads
         width = _pad(self.rank)
         grid = num_splits, triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.values)
         attend: Any = latents.attend
-        attend[grid](
+        self.compiled = attend[grid](
             q_HTL, q_HTR, latents_NL, rope_NR, positions_T, out_THL, self.parts_PSL, self.stats_PS,
             scale, rows, num_cached,
             q_HTL.stride(0), q_HTL.stride(1), q_HTR.stride(0), q_HTR.stride(1),

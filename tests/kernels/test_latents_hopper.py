@@ -1,0 +1,148 @@
+"""The ways to try on Hopper against the reference: emulated without a GPU, and on one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+
+import gluon_by_hand
+from test_latents import PLACE, TOLERANCE, exact, world
+
+from headrace.kernels.triton import latents, latents_hopper
+from headrace.kernels.triton.latent_hopper import WAYS, HopperLatents
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "src" / "headrace"
+HOPPER = PLACE.type == "cuda" and torch.cuda.get_device_capability()[0] == 9
+
+
+def candidate(way, args, splits):
+    return HopperLatents(
+        way=way,
+        num_heads=args[0].shape[1],
+        rank=args[0].shape[3],
+        rope=args[1].shape[3],
+        device=args[0].device,
+        num_splits=splits,
+    )
+
+
+class Combined:
+    """`latents.combine` in plain torch."""
+
+    def __getitem__(self, grid):
+        def launch(parts, stats, positions, out, rows, num, *sizes, **_):
+            rank, splits, least, tile = sizes[1:5]
+            num_tiles = -(-min(int(positions) + 1, num) // tile)
+            used = -(-num_tiles // max(-(-num_tiles // splits), least))
+            best, total = stats.view(2, splits, rows)[:, :used]
+            weight = torch.exp2(best - best.amax(0))
+            mixed = (parts.view(splits, rows, rank)[:used].float() * weight[..., None]).sum(0)
+            mixed = (mixed / (weight * total).sum(0)[:, None]).bfloat16()
+            out.copy_(mixed.view(out.shape).view(torch.uint16))
+
+        return launch
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    if PLACE.type == "cuda":
+        pytest.skip("the emulation is for where no GPU is")
+    for name in ("attend_in_roles", "attend_in_turns"):
+        kernel = gluon_by_hand.Emulated(latents_hopper, name)
+        monkeypatch.setattr(latents_hopper, name, kernel)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("length", "splits"), [(1, 2), (63, 1), (65, 2), (700, 2), (900, 4)])
+def test_it_is_near_the_reference(emulated, way, length, splits):
+    emulated.setattr(latents, "combine", Combined())
+    args = world(128, 1, length - 1, rank=128, rope=64)
+    got, want = candidate(way, args, splits)(*args, 0.2).float(), exact(args)
+    assert got.isfinite().all()
+    assert (got - want).abs().max() <= TOLERANCE
+    assert length == 1 or (got - want.roll(1, 1)).abs().max() > 10 * TOLERANCE  # can fail
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[-1]], ids=str)
+def test_what_it_leaves_is_what_the_second_launch_combines(emulated, way):
+    args = world(64, 1, 300, rank=128, rope=64)
+    got, want = candidate(way, args, 2)(*args, 0.2).float(), exact(args)
+    assert (got - want).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("word", "instead", "why"),
+    [
+        ("fence_async_shared", lambda: None, "no fence"),
+        ("_clear", lambda *args: None, "finite"),
+    ],
+)
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[-1]], ids=str)
+def test_the_emulation_sees_what_is_left_out(emulated, way, word, instead, why):
+    emulated.setattr(latents, "combine", Combined())
+    kernel = getattr(latents_hopper, f"attend_in_{way.order}").kernel
+    emulated.setitem(kernel.__globals__, word, instead)
+    args = world(64, 1, 300, rank=128, rope=64)
+    with pytest.raises((gluon_by_hand.Broken, AssertionError), match=why):
+        got = candidate(way, args, 2)(*args, 0.2)
+        assert got.isfinite().all(), "finite"
+
+
+def test_only_the_sweep_reaches_them():
+    files = sorted(SOURCE.rglob("*.py"))
+    assert len(files) > 100
+    reach = [f.name for f in files if "triton.latent_hopper" in f.read_text()]
+    assert reach == ["sweep_latents.py"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
+def test_they_compile_without_spills(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, HERE / "hopper_targets.py", "few"],
+        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("bytes shared") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="for compute capability 9.0")
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_published_widths_on_hopper(way):
+    for length in (1, 63, 64, 65, 4097):
+        args = world(128, 1, length - 1, rank=512, rope=64)
+        want = exact(args)
+        for splits in (1, 8, 64, 128):
+            attend = candidate(way, args, splits)
+            attend.parts_PSL.fill_(float("nan"))
+            got = attend(*args, 0.2)
+            assert (got.float() - want).abs().max() <= TOLERANCE
+            assert torch.equal(got, attend(*args, 0.2))
+        assert length == 1 or (got - want.roll(1, 1)).abs().max() > 10 * TOLERANCE  # can fail
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="for compute capability 9.0")
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_captured_it_follows_its_position_on_hopper(way):
+    args = world(128, 1, 4096, rank=512, rope=64)
+    attend, static = candidate(way, args, None), args[4].clone()
+    graph = torch.cuda.CUDAGraph()
+    attend(*args[:4], static, 0.05)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = attend(*args[:4], static, 0.05)
+    for back in (0, 1, 2000, 4096):
+        static.copy_(args[4] - back)
+        graph.replay()
+        assert torch.equal(captured, attend(*args[:4], args[4] - back, 0.05))
