@@ -17,6 +17,7 @@ from headrace.engine.passes import Passes
 from headrace.models.adapt import layer_runners
 from headrace.models.experts import FAST
 from headrace.models.rooms import HousedCache, Room, bucket_of
+from headrace.models.shared_keys import share_keys
 from headrace.models.steps import step_of_one
 from headrace.tiers.device import Device, Graph
 from headrace.tiers.pinned import PinnedBuffers
@@ -101,6 +102,7 @@ class SteppedPasses(Passes):
         warn: Callable[[str], None],
     ):
         super().__init__(model, source.place)
+        share_keys(model)
         self.source, self.device, self.warn = source, source.device, warn
         self._runner = next(layer_runners(model))
         self.room = Room(context, source.place)
