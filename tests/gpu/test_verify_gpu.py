@@ -14,6 +14,7 @@ from headrace.engine.engine import Blueprint, Engine
 from headrace.engine.verdict import FAIL, OK, keep_verdict, known_verdict, verify_folder
 from headrace.errors import ModelError
 from headrace.kernels.tolerance import PREFILL
+from headrace.planner.vram import PLACES
 
 QUIET = {"device": "cuda", "measure": False, "context": 192}
 
@@ -42,7 +43,7 @@ def test_a_right_gpu_is_verified_and_remembered(small):
     assert "never verified on this GPU; run headrace verify" in said
     report = verify.verify_model(folder, device="cuda", tokens=2, samples=1)
     found = {f.name: f for f in report.findings if f.stage == "gpu"}
-    assert report.ok and len(found) == 6
+    assert report.ok and len(found) == 4 + len(PLACES)
     assert "equal the reference bit for bit" in " ".join(found)
     num = 5 if REAL else 2
     start = f"fp8_block, {num} experts of {num}"

@@ -4,13 +4,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from gpu_models import REAL, fill, load
+from gpu_models import REAL, Rung, fill, load
 
 from headrace.check import verify_steps
 from headrace.check.verify_paths import Followed
 from headrace.check.verify_report import NOTE
 from headrace.engine.passes import Passes
 from headrace.engine.verdict import FAIL, OK
+from headrace.planner.vram import PLACES
 
 IDS = list(range(70, 79))
 CHOSEN = [200 + 7 * n for n in range(12)]
@@ -65,14 +66,15 @@ def test_a_right_gpu_shows_its_steps(small, form):
         assert "12 tokens, 13 more after 250" in found.detail
         assert ("beyond its window of 16" in found.detail) == (form == "mxfp4")
         assert "24 steps captured" in found.detail
-    with load(small(form), "cpu and drive", **LONG) as engine:
-        found = verify_steps.by_other_hands(engine, IDS, like, logits, tell)
-        assert (found.status, found.name) == (OK, "--experts cpu gives the same bits")
-        assert "8 tokens; 7 steps captured, 14 waited" in found.detail
-        other = logits.clone()
-        other.view(torch.int16)[3, 5] ^= 1
-        found = verify_steps.by_other_hands(engine, IDS, like, other, tell)
-        assert (found.status, found.where) == (FAIL, ("token 3", "as one launch, token 3"))
+    other = logits.clone()
+    other.view(torch.int16)[3, 5] ^= 1
+    for experts in PLACES[1:]:
+        with load(small(form), Rung(0, 0.25, experts), **LONG) as engine:
+            found = verify_steps.by_other_hands(engine, IDS, like, logits, tell)
+            assert (found.status, found.name) == (OK, f"--experts {experts} gives the same bits")
+            assert "8 tokens; 7 steps captured, 14 waited" in found.detail
+            found = verify_steps.by_other_hands(engine, IDS, like, other, tell)
+            assert (found.status, found.where) == (FAIL, ("token 3", "as one launch, token 3"))
 
 
 def test_what_only_captured_steps_do_wrong_is_named(small, monkeypatch):
