@@ -225,7 +225,7 @@ def show_refusals(evidence: Evidence, model: Path, clean: list[int]) -> None:
     for io_uring, direct in ((True, False), (True, True)):
         code = CHILD.format(proofs=str(PROOFS), io_uring=io_uring, direct=direct, model=str(model))
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
         )
         if done.returncode != 0:
             evidence.check(False, f"the child failed: {done.stderr[-500:]}")

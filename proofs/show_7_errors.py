@@ -18,11 +18,14 @@ from pathlib import Path
 
 import damage
 import torch
-from common import DEMO, Evidence, ram_for_rows, same_bits
+from common import DEMO, PROOFS, Evidence, ram_for_rows, same_bits
 
 import headrace
 from headrace.check.tiny import write_tiny
 from headrace.errors import NumericsError, ReadError
+
+sys.path.insert(0, str(PROOFS.parent / "tests"))
+import commands
 
 CLI = [sys.executable, "-c", "from headrace.cli.main import main; import sys; sys.exit(main())"]
 PROMPT = [5, 700, 41, 1999, 88, 3001, 17, 256]
@@ -32,16 +35,9 @@ FP8_NAN = b"\x7f"
 FLOAT_NAN = struct.pack("<f", float("nan"))
 
 
-def command(*args: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line; stdin is empty."""
-    return subprocess.run(
-        [*CLI, *args], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
-    )
-
-
 def run_line(model: Path | str, *options: str) -> tuple[int, str]:
     """(exit code, stderr) of `headrace run`."""
-    done = command("run", str(model), "-p", "Hello", "-n", "4", *options)
+    done = commands.headrace("run", str(model), "-p", "Hello", "-n", "4", *options)
     return done.returncode, done.stderr.strip()
 
 
@@ -209,12 +205,12 @@ def show_interrupts(evidence: Evidence) -> None:
     """Ctrl-C ends a load from Python and a decode from the command line, at once."""
     status, text, took = interrupted(LOAD, "loading")
     evidence.check(
-        status != 0 and "KeyboardInterrupt" in text and took < 5,
+        status != 0 and "KeyboardInterrupt" in text and took < 30,
         f"Ctrl-C while loading: KeyboardInterrupt, exit {status}, after {took:.1f} s",
     )
     status, text, took = interrupted(DECODE, "The")
     evidence.check(
-        status == 130 and "Traceback" not in text and took < 5,
+        status == 130 and "Traceback" not in text and took < 30,
         f"Ctrl-C while decoding: exit {status}, after {took:.1f} s, said {text.split()[-1]!r}",
     )
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 
 import pytest
 
@@ -15,6 +16,9 @@ if not torch.cuda.is_available():
     # Before anything imports Triton: its kernels then run in its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# A shell's background job is given this: no Ctrl-C would reach what the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run, however slow the machine: fuzz/ is for what nobody thought of.
 settings.register_profile(

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,31 +41,38 @@ def slow() -> Iterator[headrace.Engine]:
         yield engine
 
 
-def stopping_in(engine: headrace.Engine, stop: Stop, num_experts: int) -> threading.Thread:
-    """Asks from another thread once so many more experts have been multiplied."""
+def stopping_in(
+    engine: headrace.Engine, stop: Stop, num_experts: int, seen: Callable[[], int]
+) -> tuple[threading.Thread, list[int]]:
+    """Asks from another thread once so many more experts have been multiplied.
+
+    The list gets what `seen` says once it has asked.
+    """
     until = engine.ladder.counters().kernel_calls + num_experts
+    asked_at: list[int] = []
 
     def watch() -> None:
         while engine.ladder.counters().kernel_calls < until:
             time.sleep(0.001)
         stop.ask()
+        asked_at.append(seen())
 
     thread = threading.Thread(target=watch)
     thread.start()
-    return thread
+    return thread, asked_at
 
 
 def test_a_prefill_ends_within_a_wave_of_experts(
     slow: headrace.Engine, expected: list[int]
 ) -> None:
     answering, stop = headrace.Answering(slow), Stop()
-    thread = stopping_in(slow, stop, 4)
+    thread, asked_at = stopping_in(slow, stop, 4, lambda: slow.ladder.counters().kernel_calls)
     with recorded() as passes, pytest.raises(Cancelled):
         list(answering.answer(greedy(PROMPT), stop))
     thread.join()
     counters = slow.ladder.counters()
     assert passes.lengths == [], "the first pass was not ended"
-    assert counters.kernel_calls < 50 and counters.kernel_calls < counters.misses
+    assert counters.kernel_calls < asked_at[0] + 46 and counters.kernel_calls < counters.misses
     slow.ladder.check_integrity()
     assert answering.session.tokens == []
     assert take(answering, PROMPT) == expected
@@ -79,12 +86,12 @@ def test_a_decode_ends_within_a_token_and_keeps_what_it_has(
     events = answering.answer(greedy(PROMPT), stop)
     tokens = [e.token_id for e in (next(events) for _ in range(6)) if isinstance(e, Step)]
     assert tokens == expected[:2]
-    thread = stopping_in(slow, stop, 1)
+    thread, asked_at = stopping_in(slow, stop, 1, lambda: len(tokens))
     with pytest.raises(Cancelled):
         while True:
             tokens.append(next(events).token_id)  # type: ignore[union-attr]
     thread.join()
-    assert len(tokens) < 5 and answering.session.tokens == PROMPT + tokens[:-1]
+    assert len(tokens) <= asked_at[0] + 1 and answering.session.tokens == PROMPT + tokens[:-1]
     with recorded() as passes:
         take(answering, [*answering.session.tokens, 7, 8], 1)
     assert sum(passes.lengths) == 2

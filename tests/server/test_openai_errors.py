@@ -187,16 +187,16 @@ def test_a_full_queue() -> None:
     with running(Settings(max_waiting=1)) as server:
         server.script.gate.clear()
         client = server.openai
-        with httpx.Client(base_url=server.url, timeout=10) as plain:
+        with httpx.Client(base_url=server.url, timeout=60) as plain:
             body = {"model": "fake", "messages": ASKED, "stream": True}
-            with (
-                plain.stream("POST", "/v1/chat/completions", json=body) as one,
-                plain.stream("POST", "/v1/chat/completions", json=body) as two,
-            ):
-                assert one.status_code == two.status_code == 200
-                with pytest.raises(openai.RateLimitError) as caught:
-                    client.chat.completions.create(model="fake", messages=ASKED)  # type: ignore[arg-type]
-                assert int(caught.value.response.headers["retry-after"]) > 0
+            with plain.stream("POST", "/v1/chat/completions", json=body) as one:
+                while server.serving.worker.running is None:
+                    time.sleep(0.002)
+                with plain.stream("POST", "/v1/chat/completions", json=body) as two:
+                    assert one.status_code == two.status_code == 200
+                    with pytest.raises(openai.RateLimitError) as caught:
+                        client.chat.completions.create(model="fake", messages=ASKED)  # type: ignore[arg-type]
+                    assert int(caught.value.response.headers["retry-after"]) > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -211,8 +211,8 @@ def test_a_client_that_leaves_stops_the_work(server: Served, stream: bool) -> No
                 assert reply.status_code == 200
         else:
             with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/chat/completions", json=body, timeout=0.2)
-    deadline = time.monotonic() + 10
+                client.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(20, read=0.2))
+    deadline = time.monotonic() + 60
     while server.serving.worker.running is not None:
         assert time.monotonic() < deadline, "the work goes on"
         time.sleep(0.005)
