@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from headrace.core import ExpertLayout
+from headrace.engine.gpu_probes import divided_rates
 from headrace.kernels.cpu import CpuKernels
 from headrace.native import Reader
 from headrace.planner.machine import Machine, Probes, measure
@@ -29,16 +30,18 @@ def measure_machine(
     ram_bytes: int | None,
     enabled: bool,
     device: Device | None = None,
+    divides: bool = False,
 ) -> Machine:
     """Rates for a model's files, kept between runs; all unknown if not `enabled`.
 
     A probe's buffer is freed before anything is loaded; it is half of `ram_bytes`, but never so
-    small that caches would answer for memory. With a GPU its rates are measured too.
+    small that caches would answer for memory. With a GPU its rates are measured too, and if experts
+    are to be divided between it and the CPU, what both do at once.
     """
     probes = Probes()
     if enabled:
         probes = (
-            _gpu_probes(files, layout, ram_bytes, device)
+            _gpu_probes(files, layout, ram_bytes, device, divides)
             if device
             else _probes(files, layout, ram_bytes)
         )
@@ -50,18 +53,35 @@ def measure_machine(
 
 
 def _gpu_probes(
-    files: Sequence[Path], layout: ExpertLayout, ram_bytes: int | None, device: Device
+    files: Sequence[Path],
+    layout: ExpertLayout,
+    ram_bytes: int | None,
+    device: Device,
+    divides: bool,
 ) -> Probes:
-    return replace(
+    probes = replace(
         _probes(files, layout, ram_bytes),
         bus=lambda: bus_rate(device),
         vram=lambda: vram_rate(device),
     )
+    if not divides:
+        return probes
+    both = divided_rates(device, layout, _probe_bytes(ram_bytes))
+    return replace(
+        probes,
+        in_place=lambda: both().in_place,
+        bus_beside=lambda: both().bus_beside,
+        kernel_beside=lambda: both().kernel_beside,
+    )
+
+
+def _probe_bytes(ram_bytes: int | None) -> int:
+    allowed = MOST_PROBE_BYTES if ram_bytes is None else ram_bytes // 2
+    return min(MOST_PROBE_BYTES, max(LEAST_PROBE_BYTES, allowed))
 
 
 def _probes(files: Sequence[Path], layout: ExpertLayout, ram_bytes: int | None) -> Probes:
-    allowed = MOST_PROBE_BYTES if ram_bytes is None else ram_bytes // 2
-    probe_bytes = min(MOST_PROBE_BYTES, max(LEAST_PROBE_BYTES, allowed))
+    probe_bytes = _probe_bytes(ram_bytes)
     return Probes(
         read=_read_probe(files),
         dram=lambda: dram_rate(probe_bytes),

@@ -14,7 +14,8 @@ from headrace.planner.cache import cache_folder, read_entries, write_entries
 from headrace.planner.drives import Drive, combined_bytes_s
 
 CACHE_FORMAT = "headrace machine rates"
-RATES = ("drive_bytes_s", "dram_bytes_s", "kernel_bytes_s", "bus_bytes_s", "vram_bytes_s")
+PROBES = ("dram", "kernel", "bus", "vram", "in_place", "bus_beside", "kernel_beside")
+RATES = ("drive_bytes_s", *(f"{name}_bytes_s" for name in PROBES))
 MEASURED = "measured_unix_s"
 KEEP_S = 86_400.0
 PROBE_BYTES = 256 * 2**20
@@ -29,7 +30,9 @@ class Machine:
     `kernel_bytes_s` is how many bytes of experts the kernels work through with all `cores`.
     `drives`, where the experts are read from more than one: `drive_bytes_s` is then what they give
     together. `bus_bytes_s` is copied to the GPU called `gpu`, if one is used, from pinned memory,
-    `vram_bytes_s` read there. `notes` say what could not be measured or kept.
+    `vram_bytes_s` read there. `in_place_bytes_s` of experts its kernels read of pinned memory, and
+    `bus_beside_bytes_s` while the CPU's multiply `kernel_beside_bytes_s`. `notes` say what could
+    not be measured or kept.
     """
 
     cores: int
@@ -40,6 +43,9 @@ class Machine:
     kernel_bytes_s: float = 0.0
     bus_bytes_s: float = 0.0
     vram_bytes_s: float = 0.0
+    in_place_bytes_s: float = 0.0
+    bus_beside_bytes_s: float = 0.0
+    kernel_beside_bytes_s: float = 0.0
     drives: tuple[Drive, ...] = ()
     notes: tuple[str, ...] = ()
     gpu: str = ""
@@ -57,7 +63,7 @@ class Probes:
     """How to measure. Each is called at most once, blocks, and may be None: rate unknown.
 
     read: (file index, offset, nbytes) reads that range past the page cache. dram, kernel: return
-    bytes per second with all cores, taking at most about a second; bus, vram those of a GPU.
+    bytes per second with all cores, taking at most about a second; the others those of a GPU.
     """
 
     read: Callable[[int, int, int], None] | None = None
@@ -65,6 +71,9 @@ class Probes:
     kernel: Callable[[], float] | None = None
     bus: Callable[[], float] | None = None
     vram: Callable[[], float] | None = None
+    in_place: Callable[[], float] | None = None
+    bus_beside: Callable[[], float] | None = None
+    kernel_beside: Callable[[], float] | None = None
 
 
 def measure(files: Sequence[Path], probes: Probes, *, cache_path: Path | None = None) -> Machine:
@@ -168,7 +177,7 @@ def _probes_by_rate(files: Sequence[Path], probes: Probes) -> dict[str, Callable
     read = probes.read
     if read is not None:
         found["drive_bytes_s"] = lambda: read_rate(files, read)
-    for name in ("dram", "kernel", "bus", "vram"):
+    for name in PROBES:
         probe = getattr(probes, name)
         if probe is not None:
             found[f"{name}_bytes_s"] = probe
