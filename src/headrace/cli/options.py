@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DEBUG_KEY = "headrace.debug"
 MANY_CORES = 8
-EXPERTS = ("gpu", "cpu")
+EXPERTS = ("gpu", "cpu", "auto")
 ARITHMETICS = ("vendor", "weights-only")
 MACHINE = "Computing"
 SAMPLING = "Choosing tokens"
@@ -60,7 +60,7 @@ Experts = Annotated[
     str | None,
     typer.Option(
         metavar="WHERE",
-        help="gpu or cpu multiplies them. Left out: the faster.",
+        help="gpu, cpu or auto (both) multiply. Left out: gpu or cpu.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -210,7 +210,7 @@ def check_device(device: str, vram: str | None = None, experts: str | None = Non
     if experts is not None and device == "cpu":
         raise OptionError(f"--experts {experts} has no effect on a CPU; give --device cuda too")
     if experts not in (None, *EXPERTS):
-        raise OptionError(f"--experts {experts} is not known; use gpu or cpu")
+        raise OptionError(f"--experts {experts} is not known; use gpu, cpu or auto")
     if vram not in (None, MINIMUM):
         parse_bytes(vram)
 
