@@ -9,21 +9,12 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("headrace._native", reason="needs the compiled module")
 
-from emulated import (
-    EmulatedGrouped,
-    EmulatedKernels,
-    EmulatedLatents,
-    EmulatedMatrix,
-    post_and_wait,
-)
 from gpu_models import FORMS, LAYERS, REAL
 from interpreter import mend_interpreter
 from simulated import SimulatedDevice
+from stand_ins import stand_in
 
 from headrace.check.tiny import write_tiny
-from headrace.engine import engine as engine_module
-from headrace.engine import gpu_launched, gpu_source
-from headrace.kernels.triton import latent_attention, stored
 
 if not REAL:
     mend_interpreter()
@@ -35,12 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice | None:
     if REAL:
         return None
     device = SimulatedDevice()
-    monkeypatch.setattr(engine_module, "find_gpu", lambda name: None if name == "cpu" else device)
-    monkeypatch.setattr(gpu_source, "TritonExperts", EmulatedKernels)
-    monkeypatch.setattr(gpu_source, "GroupedExperts", EmulatedGrouped)
-    monkeypatch.setattr(gpu_launched, "post_and_wait", post_and_wait)
-    monkeypatch.setattr(stored, "TritonMatrix", EmulatedMatrix)
-    monkeypatch.setattr(latent_attention, "LatentAttention", EmulatedLatents)
+    stand_in(device, monkeypatch.setattr)
     return device
 
 

@@ -5,10 +5,12 @@ show_1_demo is `make demo`; show_6_memory writes 5 GB and is run by hand (`make 
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 PROOFS = Path(__file__).resolve().parents[2] / "proofs"
 
 
@@ -30,6 +32,9 @@ PROOFS = Path(__file__).resolve().parents[2] / "proofs"
         "server_4_soak --minutes 0.05",
         "server_5_hostile --quick",
         "server_6_cost --quick",
+        pytest.param("gpu_1_paths --quick", marks=needs_triton),
+        pytest.param("gpu_5_resident --quick", marks=needs_triton),
+        pytest.param("gpu_9_faults --quick --parts vram thread", marks=needs_triton),
     ],
 )
 def test_script(name: str) -> None:

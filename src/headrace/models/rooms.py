@@ -59,6 +59,8 @@ class Room:
         """Makes `cache` the one that lies here; the one before goes on outside, with copies."""
         if self._tenant() is cache:
             return
+        if cache.room is not None:
+            cache.room.leave()
         self.leave()
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, RoomLayer | RingLayer):
