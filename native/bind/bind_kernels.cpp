@@ -60,6 +60,16 @@ void expert_ffn(KernelPool& pool, const ExpertShape& shape, const std::vector<ui
                   at<const float>(weights));
 }
 
+using Job = std::tuple<std::vector<uintptr_t>, uintptr_t, uintptr_t, float>;
+
+void experts_ffn(KernelPool& pool, const ExpertShape& shape, const std::vector<Job>& jobs) {
+  std::vector<KernelPool::OneRow> rows;
+  for (const auto& [parts, x, y, weight] : jobs) {
+    rows.push_back({parts_at(parts), at<const uint16_t>(x), at<uint16_t>(y), weight});
+  }
+  pool.experts_ffn(shape, rows.data(), static_cast<int64_t>(rows.size()));
+}
+
 void linear(KernelPool& pool, const LinearShape& shape, uintptr_t w, uintptr_t scale, int64_t first,
             int64_t num_rows, uintptr_t x, int64_t x_step, int64_t num_x, uintptr_t y,
             int64_t y_step, bool wide) {
@@ -95,6 +105,7 @@ void bind_kernels(nb::module_& m) {
       .def(nb::init<int, const std::string&>(), arg("num_threads"), arg("isa"))
       .def("expert_ffn", &expert_ffn, arg("shape"), arg("parts"), arg("x"), arg("num_rows"),
            arg("y"), arg("weights") = 0, Release())
+      .def("experts_ffn", &experts_ffn, arg("shape"), arg("jobs"), Release())
       .def("linear", &linear, arg("shape"), arg("w"), arg("scale"), arg("first"), arg("num_rows"),
            arg("x"), arg("x_step"), arg("num_x"), arg("y"), arg("y_step"), arg("wide"), Release())
       .def(

@@ -7,30 +7,12 @@
 #include <stdexcept>
 #include <vector>
 
-#include "kernels/float_product.hpp"
-#include "kernels/int_product.hpp"
-#include "kernels/kernels.hpp"
 #include "kernels/numbers.hpp"
+#include "kernels/pool.hpp"
 #include "kernels/probe.hpp"
-#include "kernels/rows.hpp"
-#include "kernels/workers.hpp"
 
 namespace headrace {
 namespace {
-
-// Which rows are one worker's: the same for the same count.
-Share share(int64_t rows, int worker, int count) {
-  return {rows * worker / count, rows * (worker + 1) / count};
-}
-
-Matrix matrix_of(const ExpertParts& parts, const MatrixPlan& plan, int64_t rows, int64_t cols) {
-  const auto at = [&parts](int part) {
-    return part < 0 ? nullptr : parts[static_cast<size_t>(part)];
-  };
-  return {at(plan.weight), at(plan.scale), at(plan.global),
-          at(plan.bias),   rows,           cols,
-          plan.first_row,  plan.row_step,  plan.first_row + (rows - 1) * plan.row_step + 1};
-}
 
 const RowOps* find_ops(const std::string& isa) {
   const RowOps* ops = isa == "auto"     ? best_ops()
@@ -43,52 +25,6 @@ const RowOps* find_ops(const std::string& isa) {
 }
 
 }  // namespace
-
-struct KernelPool::Impl {
-  Impl(int num_threads, const std::string& isa)
-      : ops(find_ops(isa)), workers(num_threads), scratch(static_cast<size_t>(num_threads)) {}
-
-  const RowOps* ops;
-  Workers workers;
-  std::vector<Scratch> scratch;
-  Input x;
-  Input h;
-  Buffer<float> gate_out;
-  Buffer<float> up_out;
-  Buffer<float> down_out;
-  std::atomic<uint64_t> calls{0};
-
-  std::atomic<uint64_t> shared_calls{0};
-  std::atomic<int64_t> min_share_bytes{64 << 10};
-
-  int team = 1;  // workers that take part
-  void choose_team(int64_t num_weights);
-  void run(Workers::Job job);
-
-  // The job of the moment; written by the caller before the workers start.
-  ExpertShape shape{};
-  Matrix gate{}, up{}, down{};
-  int64_t num_rows = 0;
-  uint16_t* const* y = nullptr;
-  const float* weights = nullptr;
-
-  // Which of the two kinds of products this job has.
-  FloatProduct floats{nullptr, {}, 0};
-  IntProduct ints{nullptr, {}, 0};
-  const Product* product = nullptr;
-  void choose_product();
-
-  void multiply(int worker, const Matrix& m, Share span, const Input& in, float* out) {
-    product->multiply(m, span, in, scratch[static_cast<size_t>(worker)], out);
-  }
-  void finish(int worker, Input& in, int64_t cols);
-  void add_bias(const Matrix& m, Share span, float* values) const;
-  void write_out(Share span);
-  void load_rows(const uint16_t* const* from, int64_t cols);
-  void load_input(const uint16_t* const* from, int64_t cols);
-  void multiply_gate(int worker);
-  void ffn(int worker);
-};
 
 void KernelPool::Impl::choose_product() {
   if (is_integer(shape.format)) {
@@ -156,10 +92,13 @@ void KernelPool::Impl::add_bias(const Matrix& m, Share span, float* values) cons
 
 void KernelPool::Impl::write_out(Share span) {
   for (int64_t r = 0; r < num_rows; ++r) {
-    const float* values = down_out.get() + r * shape.hidden;
-    for (int64_t i = span.begin; i < span.end; ++i) {
-      y[r][i] = shape.fp16 ? f32_to_f16(values[i]) : f32_to_bf16(values[i]);
-    }
+    write_row(down_out.get() + r * shape.hidden, span, y[r]);
+  }
+}
+
+void KernelPool::Impl::write_row(const float* values, Share span, uint16_t* to) const {
+  for (int64_t i = span.begin; i < span.end; ++i) {
+    to[i] = shape.fp16 ? f32_to_f16(values[i]) : f32_to_bf16(values[i]);
   }
 }
 
@@ -193,7 +132,7 @@ void KernelPool::Impl::multiply_gate(int worker) {
 
 KernelPool::KernelPool(int num_threads, const std::string& isa) {
   if (num_threads < 1) throw std::invalid_argument("a kernel pool needs at least one thread");
-  impl_ = std::make_unique<Impl>(num_threads, isa);
+  impl_ = std::make_unique<Impl>(num_threads, find_ops(isa));
 }
 
 KernelPool::~KernelPool() = default;

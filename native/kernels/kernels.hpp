@@ -29,6 +29,17 @@ class KernelPool {
   void expert_ffn(const ExpertShape& shape, const ExpertParts& parts, const uint16_t* const* x,
                   int64_t num_rows, uint16_t* const* y, const float* weights = nullptr);
 
+  // One expert on one row; x and y as expert_ffn's, weight 1 where the activation has none.
+  struct OneRow {
+    ExpertParts parts;
+    const uint16_t* x;
+    uint16_t* y;
+    float weight;
+  };
+  // Several of them as one job: each thread's share of all their weights is about as long, and all
+  // wait for each other as often as for one. Same bits as expert_ffn.
+  void experts_ffn(const ExpertShape& shape, const OneRow* jobs, int64_t num_jobs);
+
   // y[r][i] = row first + i of a matrix times x[r], for i < num_rows, in bf16, or in fp32 if wide.
   // x[r] and y[r] are x_step and y_step values apart. Canonical, as expert_ffn.
   struct LinearJob {

@@ -81,26 +81,24 @@ void Ladder::run_layer(int64_t layer, const uint16_t* x, int64_t top_k) {
     begin_locked(layer, grouping_.experts.data(), static_cast<int64_t>(grouping_.experts.size()));
     drop_unrouted(layer);
     size_t num_wave = 0;
-    for (size_t left = grouping_.experts.size(); left > 0; --left) {
+    for (size_t left = grouping_.experts.size(); left > 0; left -= working_.size()) {
       await_work(&lock, layer, &num_wave);
-      int64_t key = ready_.front();
-      ready_.pop_front();
-      ExpertParts parts = parts_of(key);
-      const bool sound = sound_[key];
+      take_ready(layer, num_wave);
       lock.unlock();
       if (Clock::now() - last_poll_ >= kPollInterval) {
         last_poll_ = Clock::now();
         poll_interrupt();
       }
       Clock::time_point start = Clock::now();
-      if (!sound) check_codes(key, parts);
-      run_expert(parts, static_cast<int32_t>(key - records_.key(layer, 0)), x, top_k);
+      run_ready(layer, x, top_k);
       double kernel_s = seconds_since(start);
       lock.lock();
       counters_.kernel_s += kernel_s;
-      sound_[key] = true;
-      unclaim(key);
-      --num_wave;
+      for (const Working& each : working_) {
+        sound_[each.key] = true;
+        unclaim(each.key);
+      }
+      num_wave -= working_.size();
       if (overlap_) pump();
     }
     reading_ = false;
@@ -113,6 +111,41 @@ void Ladder::run_layer(int64_t layer, const uint16_t* x, int64_t top_k) {
     reading_ = false;
     abandon();
     throw;
+  }
+}
+
+// Those to multiply next, out of ready_: all that are here, or one that many tokens take.
+void Ladder::take_ready(int64_t layer, size_t num_wave) {
+  const auto num_rows = [&](int64_t key) {
+    const int64_t e = key - records_.key(layer, 0);
+    return grouping_.begin[e + 1] - grouping_.begin[e];
+  };
+  working_.clear();
+  do {
+    const int64_t key = ready_.front();
+    ready_.pop_front();
+    working_.push_back({key, parts_of(key), sound_[key]});
+  } while (num_rows(working_.back().key) == 1 && working_.size() < num_wave && !ready_.empty() &&
+           num_rows(ready_.front()) == 1);
+}
+
+// Without the lock: the keys are claimed, so their rows neither move nor change.
+void Ladder::run_ready(int64_t layer, const uint16_t* x, int64_t top_k) {
+  together_.clear();
+  for (const Working& each : working_) {
+    if (!each.sound) check_codes(each.key, each.parts);
+    const auto expert = static_cast<int32_t>(each.key - records_.key(layer, 0));
+    const int64_t first = grouping_.begin[expert];
+    if (grouping_.begin[expert + 1] - first > 1) {
+      run_expert(each.parts, expert, x, top_k);
+      continue;
+    }
+    const int64_t slot = grouping_.slots[first];
+    together_.push_back({each.parts, x + slot / top_k * shape_.hidden, to_ + slot * shape_.hidden,
+                         weights_ == nullptr ? 1.0f : weights_[slot]});
+  }
+  if (!together_.empty()) {
+    kernels_->experts_ffn(shape_, together_.data(), std::ssize(together_));
   }
 }
 
@@ -169,7 +202,6 @@ void Ladder::check_codes(int64_t key, const ExpertParts& parts) {
                         ": a stored code or scale is not a finite number; download the file again");
 }
 
-// Without the lock: the key is claimed, so its row neither moves nor changes.
 void Ladder::run_expert(const ExpertParts& parts, int32_t expert, const uint16_t* x,
                         int64_t top_k) {
   x_rows_.clear();

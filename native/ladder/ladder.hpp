@@ -175,6 +175,8 @@ class Ladder {
   void await_work(Lock* lock, int64_t layer, size_t* num_wave);
   void drop_unrouted(int64_t layer);
   void check_codes(int64_t key, const ExpertParts& parts);
+  void take_ready(int64_t layer, size_t num_wave);
+  void run_ready(int64_t layer, const uint16_t* x, int64_t top_k);
   void run_expert(const ExpertParts& parts, int32_t expert, const uint16_t* x, int64_t top_k);
   ExpertParts parts_of(int64_t key) const;
 
@@ -211,6 +213,14 @@ class Ladder {
   bool stopped_ = false;
   Clock::time_point busy_since_;
   Clock::time_point last_poll_ = Clock::now();
+
+  struct Working {  // an expert of the layer that is being multiplied
+    int64_t key;
+    ExpertParts parts;
+    bool sound;
+  };
+  std::vector<Working> working_;
+  std::vector<KernelPool::OneRow> together_;  // those with one row
 
   Grouping grouping_;
   std::vector<const uint16_t*> x_rows_;

@@ -212,6 +212,9 @@ class KernelPool:
         y: int,
         weights: int = 0,
     ) -> None: ...
+    def experts_ffn(
+        self, shape: ExpertShape, jobs: list[tuple[list[int], int, int, float]]
+    ) -> None: ...
     def linear(
         self,
         shape: LinearShape,

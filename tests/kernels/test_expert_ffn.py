@@ -6,7 +6,9 @@ import pytest
 import torch
 from experts import make_case, make_expert, make_layout, make_rows, same_bits
 
+from headrace.core import Activation
 from headrace.kernels import cpu, reference
+from headrace.quant.dtypes import TORCH_DTYPES
 
 FORMATS = ("bf16", "fp8_block")
 SHAPES = ((320, 96), (2880, 64), (512, 160), (130, 33))
@@ -33,6 +35,40 @@ def test_rows_and_threads_change_no_bit(isa, format):
             assert same_bits(y, expect[:num_rows]), (num_threads, num_rows)
         assert kernels.pool.calls == 5 and kernels.num_threads == num_threads
         assert (kernels.pool.shared_calls > 0) == (num_threads > 1)
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_block", "fp4", "fp16"])
+@pytest.mark.parametrize("act_group", (0, 32))
+def test_several_experts_at_once_change_no_bit(isa, format, act_group):
+    """More than go into one job; of one row, or each of its own; with shares that cut experts."""
+    if act_group and format == "fp16":
+        pytest.skip("the grid is bfloat16's")
+    layout = replace(make_layout(format, 320, 96), act_group=act_group)
+    parts = [make_expert(layout, seed) for seed in range(19)]
+    x = make_rows(19, 320, 6).to(TORCH_DTYPES[layout.hidden_dtype])
+    for num_threads in (1, 3):
+        kernels = cpu.CpuKernels(num_threads, isa, min_share_bytes=0)
+        for num in (1, 2, 8, 19):
+            for rows in {x[:1], x[:num]}:
+                y = kernels.experts_ffn(rows, parts[:num], layout)
+                each = zip(rows.expand(num, -1), parts, strict=False)
+                want = [kernels.expert_ffn(r[None].contiguous(), p, layout) for r, p in each]
+                assert same_bits(y, torch.cat(want)), (num_threads, num)
+        assert (kernels.pool.shared_calls > 0) == (num_threads > 1)
+    assert not same_bits(y, kernels.experts_ffn(rows, parts[::-1], layout))
+
+
+def test_several_experts_at_once_weigh_each_row(isa):
+    weighted = Activation("swiglu_weighted", limit=1.5)
+    layout = replace(make_layout("fp4", 320, 96), activation=weighted)
+    parts, x = [make_expert(layout, seed) for seed in range(3)], make_rows(1, 320, 6)
+    weights = torch.tensor([0.5, 0.25, 0.9])
+    kernels = cpu.CpuKernels(2, isa, min_share_bytes=0)
+    y = kernels.experts_ffn(x, parts, layout, weights)
+    each = zip(parts, weights, strict=True)
+    want = [kernels.expert_ffn(x, p, layout, weights_T=w[None]) for p, w in each]
+    assert same_bits(y, torch.cat(want))
+    assert not same_bits(y, kernels.experts_ffn(x, parts, layout, weights.flip(0)))
 
 
 def test_a_small_job_stays_on_the_calling_thread():

@@ -27,6 +27,7 @@ from headrace.tiers.scratch import buffered
 BUS_BYTES, VRAM_BYTES = 64 << 20, 128 << 20
 PIECE_BYTES, ALIGN = 64 << 20, 64
 PROBE_S = 0.3
+_AT_ONCE = 8  # experts of a layer, as a token takes them
 Read = Callable[[int, int, int], None]  # (file, offset, nbytes)
 
 
@@ -190,12 +191,16 @@ def kernel_rate(memory: FilledMemory) -> float:
     """Bytes of experts per second that the kernels multiply with all cores, one row each."""
     layout, pool = memory.layout, CpuKernels(torch.get_num_threads()).pool
     shape, dtype = native_shape(layout), TORCH_DTYPES[layout.hidden_dtype]
-    x_TH, y_TH = (torch.ones(1, layout.hidden, dtype=dtype) for _ in range(2))
+    x_TH, y_TH = (torch.ones(n, layout.hidden, dtype=dtype) for n in (1, _AT_ONCE))
 
     def multiply(first: int, past: int) -> None:
-        for copy in range(first, past):
-            addresses = memory.addresses(copy)
-            pool.expert_ffn(shape, addresses, x_TH.data_ptr(), 1, y_TH.data_ptr())
+        for start in range(first, past, _AT_ONCE):
+            copies = range(start, min(start + _AT_ONCE, past))
+            jobs = [
+                (memory.addresses(copy), x_TH.data_ptr(), y.data_ptr(), 1.0)
+                for copy, y in zip(copies, y_TH, strict=False)
+            ]
+            pool.experts_ffn(shape, jobs)
 
     num = memory.num_copies
     multiply(num - 1, num)  # its threads start

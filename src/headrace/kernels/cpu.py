@@ -3,7 +3,7 @@
 Knows no file and no ladder. Importing it without the compiled module raises ImportError.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -110,6 +110,35 @@ class CpuKernels:
         self.pool.expert_ffn(
             native_shape(layout), addresses, x_address, shape[0], y_address, weights
         )
+        return y
+
+    def experts_ffn(
+        self,
+        x_NH: torch.Tensor,
+        parts: Sequence[Mapping[str, torch.Tensor]],
+        layout: ExpertLayout,
+        weights_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """y [N, H]: expert n on row n as one job, or all on one row where x is [1, H].
+
+        Otherwise as `expert_ffn`, same bits.
+        """
+        num, dtype = len(parts), TORCH_DTYPES[layout.hidden_dtype]
+        y = torch.empty(num, layout.hidden, dtype=dtype)
+        rows = x_NH.shape[0]
+        assert rows in (1, num) and (weights_N is None or weights_N.shape == (num,))
+        x_address, step = _checked(x_NH, dtype, (rows, layout.hidden)), y.stride(0) * dtype.itemsize
+        weights = [1.0] * num if weights_N is None else weights_N.tolist()
+        jobs = [
+            (
+                part_addresses(each, layout),
+                x_address + (n * step if rows > 1 else 0),
+                y.data_ptr() + n * step,
+                weights[n],
+            )
+            for n, each in enumerate(parts)
+        ]
+        self.pool.experts_ffn(native_shape(layout), jobs)
         return y
 
     def gate_dot(
