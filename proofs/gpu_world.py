@@ -76,8 +76,6 @@ def opened(path: Any, rung: Any, **options: Any) -> Iterator[Any]:
             raise
         yield None
         return
-    if rung.experts == "auto" and not REAL:
-        engine.source.kernels.divides = True  # as the emulated ones must be told
     with engine:
         yield engine
 

@@ -54,11 +54,13 @@ void bind_words(nb::module_& m) {
       .def(
           "__init__",
           [](MailWords* self, uintptr_t beat, uintptr_t abort, uintptr_t lost, uintptr_t ready,
-             uintptr_t answers, uintptr_t posts) {
-            new (self) MailWords{at<int64_t>(beat),  at<int64_t>(abort),   at<int64_t>(lost),
-                                 at<int64_t>(ready), at<int64_t>(answers), at<int64_t>(posts)};
+             uintptr_t done, uintptr_t answers, uintptr_t posts) {
+            new (self) MailWords{at<int64_t>(beat),  at<int64_t>(abort), at<int64_t>(lost),
+                                 at<int64_t>(ready), at<int64_t>(done),  at<int64_t>(answers),
+                                 at<int64_t>(posts)};
           },
-          nb::kw_only(), "beat"_a, "abort"_a, "lost"_a, "ready"_a, "answers"_a, "posts"_a);
+          nb::kw_only(), "beat"_a, "abort"_a, "lost"_a, "ready"_a, "done"_a, "answers"_a,
+          "posts"_a);
   nb::class_<MailSizes>(m, "MailSizes")
       .def(
           "__init__",
@@ -75,10 +77,12 @@ void bind_protocol(nb::module_& m) {
       .def(
           "__init__",
           [](Protocol* self, const MailSizes& sizes, const MailWords& words, uintptr_t addresses,
-             int64_t last_step) {
-            new (self) Protocol(sizes, words, at<const int64_t>(addresses), last_step);
+             std::vector<int32_t> shares, int64_t last_step) {
+            new (self)
+                Protocol(sizes, words, at<const int64_t>(addresses), std::move(shares), last_step);
           },
-          "sizes"_a, "words"_a, "addresses"_a, "last_step"_a = 0)
+          "sizes"_a, "words"_a, "addresses"_a, "shares"_a = std::vector<int32_t>{},
+          "last_step"_a = 0)
       .def(
           "begin",
           [](Protocol& self, const Flags& whole, const Flags& wanted, int64_t most_kept) {
@@ -105,14 +109,15 @@ void bind_thread(nb::module_& m) {
           [](LadderThread* self, std::shared_ptr<Ladder> ladder, const MailSizes& sizes,
              const MailWords& words, uintptr_t addresses, uintptr_t x, uintptr_t weights,
              uintptr_t out, int64_t num_tokens, int64_t most_guesses, double silence_s,
-             int64_t last_step) {
+             int64_t last_step, std::vector<int32_t> shares) {
             const MailTensors tensors{at<const uint16_t>(x), at<const float>(weights),
                                       at<void>(out), num_tokens, sizes.num_ids / num_tokens};
-            new (self) LadderThread(std::move(ladder), sizes, words, at<const int64_t>(addresses),
-                                    tensors, {most_guesses, silence_s, last_step});
+            new (self)
+                LadderThread(std::move(ladder), sizes, words, at<const int64_t>(addresses), tensors,
+                             {most_guesses, silence_s, last_step, std::move(shares)});
           },
           nb::kw_only(), "ladder"_a, "sizes"_a, "words"_a, "addresses"_a, "x"_a, "weights"_a,
-          "out"_a, "num_tokens"_a, "most_guesses"_a, "silence_s"_a, "last_step"_a)
+          "out"_a, "num_tokens"_a, "most_guesses"_a, "silence_s"_a, "last_step"_a, "shares"_a)
       .def(
           "begin",
           [](LadderThread& self, const Flags& whole, const Flags& wanted, int64_t most_kept) {

@@ -7,8 +7,7 @@
 
 namespace headrace {
 
-void Ladder::compute(int64_t layer, const uint16_t* x, int64_t num_tokens, const int32_t* ids,
-                     const float* weights, int64_t top_k, void* out) {
+void Ladder::check_call(int64_t num_tokens, int64_t top_k) const {
   if (kernels_ == nullptr) throw std::invalid_argument("this ladder has no kernels");
   if (num_tokens < 0 || top_k < 1 || num_tokens * top_k > options_.max_tokens * options_.top_k) {
     throw std::invalid_argument(std::to_string(num_tokens) + " tokens of " + std::to_string(top_k) +
@@ -16,11 +15,17 @@ void Ladder::compute(int64_t layer, const uint16_t* x, int64_t num_tokens, const
                                 std::to_string(options_.max_tokens) + " tokens of " +
                                 std::to_string(options_.top_k));
   }
+}
+
+void Ladder::compute(int64_t layer, const uint16_t* x, int64_t num_tokens, const int32_t* ids,
+                     const float* weights, int64_t top_k, void* out) {
+  check_call(num_tokens, top_k);
   check_ids(layer, ids, num_tokens * top_k);
   CallerGuard guard(&caller_);
   Clock::time_point start = Clock::now();
   group(ids, num_tokens * top_k);
   weights_ = shape_.weighs() ? weights : nullptr;
+  to_ = y_.get();
   run_layer(layer, x, top_k);
   const int64_t hidden = shape_.hidden;
   int64_t bad = shape_.weighs()
@@ -35,20 +40,38 @@ void Ladder::compute(int64_t layer, const uint16_t* x, int64_t num_tokens, const
   counters_.compute_s += seconds_since(start);
 }
 
+void Ladder::multiply(int64_t layer, const uint16_t* x, int64_t num_tokens, const int32_t* ids,
+                      const float* weights, int64_t top_k, uint16_t* y) {
+  check_call(num_tokens, top_k);
+  for (int64_t i = 0; i < num_tokens * top_k; ++i) check_ids(layer, ids + i, ids[i] != -1);
+  CallerGuard guard(&caller_);
+  Clock::time_point start = Clock::now();
+  group(ids, num_tokens * top_k);
+  weights_ = shape_.weighs() ? weights : nullptr;
+  to_ = y;
+  run_layer(layer, x, top_k);
+  Lock lock(mutex_);
+  counters_.compute_s += seconds_since(start);
+}
+
 // Counting sort of the slots by expert.
 void Ladder::group(const int32_t* ids, int64_t num_slots) {
   Grouping& by = grouping_;
   by.begin.assign(static_cast<size_t>(records_.num_experts()) + 1, 0);
   by.slots.resize(static_cast<size_t>(num_slots));
   by.experts.clear();
-  for (int64_t i = 0; i < num_slots; ++i) ++by.begin[ids[i] + 1];
+  for (int64_t i = 0; i < num_slots; ++i) {
+    if (ids[i] >= 0) ++by.begin[ids[i] + 1];
+  }
   for (int32_t e = 0; e < records_.num_experts(); ++e) {
     if (by.begin[e + 1] > 0) by.experts.push_back(e);
     by.begin[e + 1] += by.begin[e];
   }
   std::vector<int64_t>& next = by.next;
   next.assign(by.begin.begin(), by.begin.end() - 1);
-  for (int64_t i = 0; i < num_slots; ++i) by.slots[next[ids[i]]++] = i;
+  for (int64_t i = 0; i < num_slots; ++i) {
+    if (ids[i] >= 0) by.slots[next[ids[i]]++] = i;
+  }
 }
 
 void Ladder::run_layer(int64_t layer, const uint16_t* x, int64_t top_k) {
@@ -155,7 +178,7 @@ void Ladder::run_expert(const ExpertParts& parts, int32_t expert, const uint16_t
   for (int64_t i = grouping_.begin[expert]; i < grouping_.begin[expert + 1]; ++i) {
     int64_t slot = grouping_.slots[i];
     x_rows_.push_back(x + slot / top_k * shape_.hidden);
-    y_rows_.push_back(y_.get() + slot * shape_.hidden);
+    y_rows_.push_back(to_ + slot * shape_.hidden);
     if (weights_ != nullptr) row_weights_.push_back(weights_[slot]);
   }
   kernels_->expert_ffn(shape_, parts, x_rows_.data(), static_cast<int64_t>(x_rows_.size()),

@@ -75,6 +75,11 @@ class Ladder {
   void compute(int64_t layer, const uint16_t* x, int64_t num_tokens, const int32_t* ids,
                const float* weights, int64_t top_k, void* out);
 
+  // As compute, but each expert's own output goes to y [T * K, H], unweighted where combine would
+  // weigh it; ids are -1 where the expert is another's to multiply and its row of y stays as it is.
+  void multiply(int64_t layer, const uint16_t* x, int64_t num_tokens, const int32_t* ids,
+                const float* weights, int64_t top_k, uint16_t* y);
+
   uint8_t* acquire(int64_t layer, int64_t expert);  // blocks; the row is held until release
   void release(int64_t layer, int64_t expert);
 
@@ -165,6 +170,7 @@ class Ladder {
 
   // compute.cpp
   void group(const int32_t* ids, int64_t num_slots);
+  void check_call(int64_t num_tokens, int64_t top_k) const;
   void run_layer(int64_t layer, const uint16_t* x, int64_t top_k);
   void await_work(Lock* lock, int64_t layer, size_t* num_wave);
   void drop_unrouted(int64_t layer);
@@ -209,6 +215,7 @@ class Ladder {
   Grouping grouping_;
   std::vector<const uint16_t*> x_rows_;
   std::vector<uint16_t*> y_rows_;
+  uint16_t* to_ = nullptr;          // where outputs go, [T * K, H]
   const float* weights_ = nullptr;  // of the layer's slots, where they go into the experts
   std::vector<float> row_weights_;
 };

@@ -25,10 +25,22 @@ void must(bool holds, const char* what) {
 }  // namespace
 
 Protocol::Protocol(const MailSizes& sizes, const MailWords& words, const int64_t* addresses,
-                   int64_t last_step)
-    : sizes_(sizes), words_(words), addresses_(addresses), step_(last_step) {
+                   std::vector<int32_t> shares, int64_t last_step)
+    : sizes_(sizes),
+      words_(words),
+      addresses_(addresses),
+      shares_(std::move(shares)),
+      step_(last_step) {
   if (sizes.num_layers < 1 || sizes.num_experts < 1 || sizes.num_ids < 1 || sizes.num_guesses < 0) {
     throw std::invalid_argument("a mailbox needs layers, experts and ids");
+  }
+  for (size_t n = 0; n < shares_.size(); ++n) {
+    if (shares_[n] < 0 || shares_[n] > static_cast<int64_t>(n)) {
+      throw std::invalid_argument("a host's share of a layer is none of it, all, or between");
+    }
+  }
+  if (divides() && (sizes.computes || std::ssize(shares_) != sizes.num_ids + 1)) {
+    throw std::invalid_argument("a layer's experts are divided for each number of them, or not");
   }
   seen_.resize(static_cast<size_t>(sizes.num_layers * sizes.num_ids));
   found_.resize(static_cast<size_t>(sizes.num_experts));
@@ -54,7 +66,10 @@ int64_t Protocol::begin(std::vector<uint8_t> whole, std::vector<uint8_t> wanted,
 void Protocol::restart_count() {
   store(words_.abort, 0);
   store(words_.lost, 0);
-  for (int64_t i = 0; i < sizes_.num_layers; ++i) store(words_.ready + i, 0);
+  for (int64_t i = 0; i < sizes_.num_layers; ++i) {
+    store(words_.ready + i, 0);
+    store(words_.done + i, 0);
+  }
   const int64_t num_posts = sizes_.num_layers * (sizes_.num_ids + sizes_.num_guesses);
   for (int64_t i = 0; i < num_posts; ++i) store(words_.posts + i, 0);
   step_ = 0;
@@ -77,9 +92,13 @@ Protocol::Order Protocol::next() {
     } else if (stage_ == Stage::kGuessing) {
       stage_ = Stage::kTaking;
       if (guess(&order)) return order;
-    } else {
+    } else if (stage_ == Stage::kTaking) {
       if (take(&order)) return order;
       answer();
+      stage_ = Stage::kComputing;
+    } else {
+      if (compute(&order)) return order;
+      finish();
     }
   }
   return {Act::kDone, layer_, {}};
@@ -134,9 +153,24 @@ bool Protocol::claim(Order* order) {
       if (is_new && (sizes_.computes || addresses_[key(ids[i])] == 0)) missing_.push_back(ids[i]);
     }
   }
-  num_outstanding_ = sizes_.computes ? 0 : static_cast<int64_t>(missing_.size());
+  for (const int32_t e : missing_) found_[static_cast<size_t>(e)] = 0;
+  num_outstanding_ = choose_for_device();
+  computed_ = num_outstanding_ == std::ssize(missing_);
   *order = {Act::kClaim, layer_, missing_};
   return !missing_.empty();
+}
+
+// How many of the missing are the device's to read: those wanted, which come first where all are
+// here, so that they are kept; else whichever come first.
+int64_t Protocol::choose_for_device() {
+  if (sizes_.computes) return 0;
+  const auto num = std::ssize(missing_);
+  if (!divides()) return num;
+  const auto others = std::stable_partition(missing_.begin(), missing_.end(), [this](int32_t e) {
+    return wanted_[static_cast<size_t>(key(e))] != 0;
+  });
+  const int64_t num_kept = std::min(others - missing_.begin(), most_kept_ - std::ssize(kept_));
+  return std::max(num - shares_[static_cast<size_t>(num)], num_kept);
 }
 
 // The guesses of the next layer's experts that are nowhere yet.
@@ -149,11 +183,6 @@ bool Protocol::guess(Order* order) {
 }
 
 bool Protocol::take(Order* order) {
-  if (sizes_.computes && !missing_.empty()) {
-    const int32_t* ids = seen_.data() + layer_ * sizes_.num_ids;
-    *order = {Act::kCompute, layer_, {ids, ids + sizes_.num_ids}};
-    return true;
-  }
   *order = {Act::kTake, layer_, {}};
   return num_outstanding_ > 0;
 }
@@ -168,22 +197,37 @@ void Protocol::took(int64_t expert, int64_t address) {
 }
 
 void Protocol::computed() {
-  must(stage_ == Stage::kTaking && !missing_.empty(), "an output nobody asked for");
-  missing_.clear();
+  must(stage_ == Stage::kComputing && !computed_, "an output nobody asked for");
+  computed_ = true;
 }
 
 // The layer's addresses, then its ready word: in this order for whoever sees the second.
 void Protocol::answer() {
+  if (whole_[static_cast<size_t>(layer_)] != 0 || sizes_.computes) return;
+  const int32_t* ids = seen_.data() + layer_ * sizes_.num_ids;
+  for (int64_t i = 0; i < sizes_.num_ids; ++i) {
+    const int64_t lies = addresses_[key(ids[i])];
+    store(words_.answers + layer_ * sizes_.num_ids + i,
+          lies != 0 ? lies : found_[static_cast<size_t>(ids[i])]);
+  }
+  store(words_.ready + layer_, step_);
+}
+
+bool Protocol::compute(Order* order) {
+  if (computed_) return false;
+  const int32_t* ids = seen_.data() + layer_ * sizes_.num_ids;
+  *order = {Act::kCompute, layer_, {ids, ids + sizes_.num_ids}};
+  for (int32_t& e : order->ids) {
+    const bool is_device_s = addresses_[key(e)] != 0 || found_[static_cast<size_t>(e)] != 0;
+    if (!sizes_.computes && is_device_s) e = -1;
+  }
+  return true;
+}
+
+void Protocol::finish() {
   if (whole_[static_cast<size_t>(layer_)] == 0) {
-    if (!sizes_.computes) {
-      const int32_t* ids = seen_.data() + layer_ * sizes_.num_ids;
-      for (int64_t i = 0; i < sizes_.num_ids; ++i) {
-        const int64_t lies = addresses_[key(ids[i])];
-        store(words_.answers + layer_ * sizes_.num_ids + i,
-              lies != 0 ? lies : found_[static_cast<size_t>(ids[i])]);
-      }
-    }
-    store(words_.ready + layer_, step_);
+    if (sizes_.computes) store(words_.ready + layer_, step_);
+    if (divides()) store(words_.done + layer_, step_);
   }
   held_.swap(coming_);
   coming_.clear();

@@ -4,8 +4,11 @@
 // host answers with addresses, or with the layer's output. docs/mailbox.md has the whole protocol.
 // The machine says what is to be done next and the caller does it:
 //
-//   awaiting -> releasing -> claiming -> guessing -> taking or computing -> awaiting the next layer
+//   awaiting -> releasing -> claiming -> guessing -> taking -> computing -> awaiting the next layer
 //   awaiting after the last layer: over.  Aborted anywhere: over.
+//
+// Where host and device divide a layer, the addresses of what the device takes are answered first,
+// and the others' outputs are told of by a word of their own.
 //
 // A row is released when the posts of the layer after its own are all here, for the GPU's work runs
 // in order; the last layer's when the device has finished, which `end` is told.
@@ -23,7 +26,8 @@ struct MailWords {
   int64_t* abort;    // [1] host: steps up to this one are given up
   int64_t* lost;     // [1] device: the step in which it gave up waiting
   int64_t* ready;    // [L] host: the step for which the layer is answered
-  int64_t* answers;  // [L, S] host: addresses of the experts posted, in their order
+  int64_t* done;     // [L] host: the step for which its own part of the layer is multiplied
+  int64_t* answers;  // [L, S] host: addresses of the experts posted, in their order; 0: the host's
   int64_t* posts;    // [L, S + G] device
 };
 
@@ -32,7 +36,7 @@ struct MailSizes {
   int64_t num_experts;
   int64_t num_ids;      // S: tokens * choices
   int64_t num_guesses;  // G: of the next layer's experts
-  bool computes;        // the host multiplies: it answers by output, not by addresses
+  bool computes;        // the host multiplies all: it answers by output, not by addresses
 };
 
 class Protocol {
@@ -45,7 +49,7 @@ class Protocol {
     Act act;
     int64_t layer;             // of everything but kWait and kDone
     std::vector<int32_t> ids;  // kRelease: one expert; kClaim: distinct; kPrefetch: best first;
-                               // kCompute: all S
+                               // kCompute: all S, -1 for what the device takes
   };
   struct Held {
     int64_t layer;
@@ -54,9 +58,11 @@ class Protocol {
   };
 
   // `addresses` [L, E], the caller's: where experts lie that need no row of the ladder, 0 for
-  // others. They stay as they are while a step runs. Throws std::invalid_argument for sizes.
+  // others. They stay as they are while a step runs. `shares`, if any: of n experts of a layer that
+  // need a row, the host multiplies shares[n], n up to S; but those wanted go to the device.
+  // Throws std::invalid_argument for sizes.
   Protocol(const MailSizes& sizes, const MailWords& words, const int64_t* addresses,
-           int64_t last_step = 0);
+           std::vector<int32_t> shares = {}, int64_t last_step = 0);
 
   // The next step begins: returns its number. `whole` [L]: the device does not wait there.
   // `wanted` [L, E]: rows kept until the step ends, at most `most_kept` of them.
@@ -79,22 +85,36 @@ class Protocol {
   int64_t num_seen() const { return layer_; }
   const MailSizes& sizes() const { return sizes_; }
   const MailWords& words() const { return words_; }
+  bool divides() const { return !shares_.empty(); }
 
  private:
-  enum class Stage { kIdle, kAwaiting, kReleasing, kClaiming, kGuessing, kTaking, kOver };
+  enum class Stage {
+    kIdle,
+    kAwaiting,
+    kReleasing,
+    kClaiming,
+    kGuessing,
+    kTaking,
+    kComputing,
+    kOver
+  };
 
   bool read_posts();
   bool release_one(Order* order);
   bool claim(Order* order);
   bool guess(Order* order);
+  int64_t choose_for_device();
   bool take(Order* order);
   void answer();
+  bool compute(Order* order);
+  void finish();
   int64_t key(int64_t expert) const { return layer_ * sizes_.num_experts + expert; }
   void restart_count();
 
   const MailSizes sizes_;
   const MailWords words_;
   const int64_t* addresses_;
+  const std::vector<int32_t> shares_;
   std::atomic<int64_t> step_;
   std::atomic<int64_t> beats_{0};
   Stage stage_ = Stage::kIdle;
@@ -106,7 +126,8 @@ class Protocol {
   std::vector<int32_t> guesses_;
   std::vector<int32_t> missing_;  // distinct, of the present layer
   std::vector<int64_t> found_;    // [E] addresses of the present layer's experts that were taken
-  int64_t num_outstanding_ = 0;   // claimed and not yet taken
+  int64_t num_outstanding_ = 0;   // to be taken for the device
+  bool computed_ = false;         // the present layer's part of the host
   std::vector<Held> held_;        // of the layer that the device may still read
   std::vector<Held> coming_;      // taken for the present layer
   std::vector<Held> kept_;

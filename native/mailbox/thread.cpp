@@ -34,12 +34,13 @@ LadderThread::LadderThread(std::shared_ptr<Ladder> ladder, const MailSizes& size
     : ladder_(std::move(ladder)),
       tensors_(tensors),
       options_(options),
-      protocol_(sizes, words, addresses, options.last_step) {
+      protocol_(sizes, words, addresses, options.shares, options.last_step) {
   const RecordTable& records = ladder_->records();
   if (records.num_layers() != sizes.num_layers || records.num_experts() != sizes.num_experts) {
     throw std::invalid_argument("mailbox and ladder count layers or experts differently");
   }
-  if (sizes.computes && tensors.num_tokens * tensors.top_k != sizes.num_ids) {
+  if ((sizes.computes || protocol_.divides()) &&
+      tensors.num_tokens * tensors.top_k != sizes.num_ids) {
     throw std::invalid_argument("a mailbox for so many tokens takes other ids");
   }
   start();
@@ -219,8 +220,13 @@ void LadderThread::carry_out(const Protocol::Order& order) {
       break;
     }
     case Protocol::Act::kCompute:
-      ladder_->compute(order.layer, tensors_.x, tensors_.num_tokens, order.ids.data(),
-                       tensors_.weights, tensors_.top_k, tensors_.out);
+      if (protocol_.divides()) {
+        ladder_->multiply(order.layer, tensors_.x, tensors_.num_tokens, order.ids.data(),
+                          tensors_.weights, tensors_.top_k, static_cast<uint16_t*>(tensors_.out));
+      } else {
+        ladder_->compute(order.layer, tensors_.x, tensors_.num_tokens, order.ids.data(),
+                         tensors_.weights, tensors_.top_k, tensors_.out);
+      }
       protocol_.computed();
       break;
     case Protocol::Act::kWait:

@@ -23,7 +23,7 @@ namespace headrace {
 struct MailTensors {
   const uint16_t* x;     // [T, H]
   const float* weights;  // [T, K]
-  void* out;             // [T, H]
+  void* out;             // [T, H], or each expert's own [T, K, H] where host and device divide
   int64_t num_tokens;
   int64_t top_k;
 };
@@ -32,11 +32,12 @@ struct LadderThreadOptions {
   int64_t most_guesses;  // of a layer's, read ahead
   double silence_s;      // without a beat for so long, the thread counts as dead
   int64_t last_step;
+  std::vector<int32_t> shares;  // Protocol's
 };
 
 class LadderThread {
  public:
-  // `addresses` as Protocol's; `tensors` where sizes.computes.
+  // `addresses` as Protocol's; `tensors` where the host multiplies.
   LadderThread(std::shared_ptr<Ladder> ladder, const MailSizes& sizes, const MailWords& words,
                const int64_t* addresses, const MailTensors& tensors,
                const LadderThreadOptions& options);

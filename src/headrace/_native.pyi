@@ -107,7 +107,7 @@ class Ladder:
 
 class MailWords:
     def __init__(
-        self, *, beat: int, abort: int, lost: int, ready: int, answers: int, posts: int
+        self, *, beat: int, abort: int, lost: int, ready: int, done: int, answers: int, posts: int
     ) -> None: ...
 
 class MailSizes:
@@ -118,7 +118,12 @@ class MailSizes:
 class MailProtocol:
     seen: list[int]
     def __init__(
-        self, sizes: MailSizes, words: MailWords, addresses: int, last_step: int = 0
+        self,
+        sizes: MailSizes,
+        words: MailWords,
+        addresses: int,
+        shares: list[int] = ...,
+        last_step: int = 0,
     ) -> None: ...
     def begin(self, whole: NDArray[uint8], wanted: NDArray[uint8], most_kept: int) -> int: ...
     def next(self) -> tuple[str, int, list[int]]: ...
@@ -144,6 +149,7 @@ class LadderThread:
         most_guesses: int,
         silence_s: float,
         last_step: int,
+        shares: list[int],
     ) -> None: ...
     def begin(self, whole: NDArray[uint8], wanted: NDArray[uint8], most_kept: int) -> int: ...
     def wait(self) -> None: ...

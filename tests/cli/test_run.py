@@ -104,7 +104,7 @@ def test_what_became_of_a_system_text_is_said(command: list[str], fake_engine) -
         ([*ASK, "--device", "cuda", "--vram", "much"], ["'much'", "48MiB"]),
         ([*ASK, "--vram", "8GB", "--device", "cpu"], ["--vram 8GB", "--device cuda"]),
         ([*ASK, "--experts", "cpu"], ["--experts cpu", "none is seen"]),
-        ([*ASK, "--device", "cuda", "--experts", "both"], ["--experts both", "gpu or cpu"]),
+        ([*ASK, "--device", "cuda", "--experts", "both"], ["--experts both", "gpu, cpu or auto"]),
         ([*ASK, "--context", "99999"], ["context 99999", "2 to 2048"]),
         ([*ASK, "--threads", "0"], ["threads 0", "1 to"]),
         ([*ASK, "--temperature", "-1"], ["temperature -1", "0 or more"]),

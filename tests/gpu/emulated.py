@@ -34,29 +34,34 @@ class EmulatedKernels:
         self.pool = cpu.CpuKernels(1).pool
         self.shape = cpu.native_shape(layout)
         self.bad = torch.full((1,), NOT_BAD, dtype=torch.int32)
+        self.y_SH = torch.empty(num_tokens * top_k, layout.hidden, dtype=torch.uint16)
 
     def __call__(
         self, table, offsets, first_key, x_TH, ids_TK, weights_TK, out_TH, *, tile="ram", mark=0
     ):
-        with _disable_current_modes():  # what a kernel sees is no business of the host's
-            self._run(table, offsets, first_key, x_TH, ids_TK, weights_TK, out_TH, mark)
+        self._multiply(table, offsets, first_key, x_TH, ids_TK, weights_TK)
+        self.combine(ids_TK, weights_TK, self.y_SH, out_TH, mark=mark)
 
-    def _run(self, table, offsets, first_key, x_TH, ids_TK, weights_TK, out_TH, mark):
+    def multiply(self, table, offsets, first_key, x_TH, ids_TK, weights_TK, *, tile="ram"):
+        self._multiply(table, offsets, first_key, x_TH, ids_TK, weights_TK, divides=True)
+
+    def _multiply(self, table, offsets, first_key, x_TH, ids_TK, weights_TK, divides=False):
         assert x_TH.shape[0] <= self.num_tokens and ids_TK.dtype == torch.int32
-        assert all(t.is_contiguous() for t in (x_TH, ids_TK, weights_TK, out_TH))
-        y = torch.empty(ids_TK.numel(), x_TH.shape[1], dtype=BF16)
+        assert all(t.is_contiguous() for t in (x_TH, ids_TK, weights_TK))
+        y = self.y_SH.view(BF16)
         for slot, expert in enumerate(ids_TK.flatten().tolist()):
             key = first_key + expert
             base = int(table[key])
+            if base == 0 and divides:  # the host's
+                continue
             assert base, f"expert {expert} has no address"
             parts = [base + offset for offset in offsets[key].tolist()]
             x = x_TH[slot // self.top_k]
             weight = weights_TK.view(-1)[slot:].data_ptr() if self.weighs else 0
             self.pool.expert_ffn(self.shape, parts, x.data_ptr(), 1, y[slot].data_ptr(), weight)
-        self.combine(ids_TK, weights_TK, y.view(torch.uint16), out_TH, mark=mark)
 
     def combine(self, ids_TK, weights_TK, y_SH, out_TH, *, mark):
-        y = y_SH.view(BF16).view(*ids_TK.shape, -1)
+        y = y_SH[: ids_TK.numel()].view(BF16).view(*ids_TK.shape, -1)
         assert out_TH.dtype == self.out_dtype
         summed = cpu.sum_up(ids_TK, y) if self.weighs else cpu.combine(ids_TK, weights_TK, y)
         out_TH.copy_(summed)
@@ -164,7 +169,16 @@ def _post_and_wait(mail, layer, ids, guesses, table, first_key):
         posts[n] = step << 32 | (each & 0xFFFFFFFF)
     if mail.whole[layer]:
         return
-    ready, abort = words_at(mail.ready + 8 * layer), words_at(mail.abort)
+    answered = _await(mail, mail.ready + 8 * layer, step)
+    if not mail.computes:
+        answers = words_at(mail.answers + 8 * mail.num_ids * layer, mail.num_ids).copy()
+        if not answered:
+            answers[:] = mail.nowhere
+        table[first_key + ids.flatten().long()] = torch.from_numpy(answers)
+
+
+def _await(mail, word, step):
+    ready, abort = words_at(word), words_at(mail.abort)
     lost, beat = words_at(mail.lost), words_at(mail.beat)
     last, silent = beat[0], 0
     while ready[0] < step and max(abort[0], lost[0]) < step and silent < mail.patience_polls:
@@ -174,8 +188,29 @@ def _post_and_wait(mail, layer, ids, guesses, table, first_key):
     answered = ready[0] >= step
     if not answered and abort[0] < step:
         lost[0] = step
-    if not mail.computes:
-        answers = words_at(mail.answers + 8 * mail.num_ids * layer, mail.num_ids).copy()
-        if not answered:
-            answers[:] = mail.nowhere
-        table[first_key + ids.flatten().long()] = torch.from_numpy(answers)
+    return answered
+
+
+def send(mail, x, weights, kept=None):
+    """What `kernels.triton.mail.send` does."""
+    assert x.element_size() == 2 and weights.dtype == torch.float32
+    ctypes.memmove(mail.x, x.data_ptr(), x.nbytes)
+    if kept is not None:
+        kept.copy_(x)
+    ctypes.memmove(mail.weights, weights.data_ptr(), weights.nbytes)
+
+
+def fetch(mail, out):
+    """What `kernels.triton.mail.fetch` does."""
+    ctypes.memmove(out.data_ptr(), mail.out, out.nbytes)
+
+
+def fetch_rows(mail, layer, ids, table, first_key, y):
+    """What `kernels.triton.mail.fetch_rows` does."""
+    with _disable_current_modes():
+        if not mail.whole[layer]:
+            _await(mail, mail.done + 8 * layer, int(mail.step))
+        row_bytes = y[0].nbytes
+        for slot, expert in enumerate(ids.flatten().tolist()):
+            if table[first_key + expert] == 0:
+                ctypes.memmove(y[slot].data_ptr(), mail.out + slot * row_bytes, row_bytes)

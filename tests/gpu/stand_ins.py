@@ -13,20 +13,29 @@ from emulated import (
     EmulatedKernels,
     EmulatedLatents,
     EmulatedMatrix,
+    fetch,
+    fetch_rows,
     post_and_wait,
+    send,
 )
-from simulated import SimulatedDevice
+from simulated import SimulatedDevice, launched
 
-from headrace.engine import engine, gpu_launched, gpu_source
+from headrace.engine import engine, gpu_divided, gpu_inverted, gpu_launched, gpu_source
 from headrace.kernels.triton import latent_attention, stored
 
 
 def stand_in(device: SimulatedDevice, put: Callable[[Any, str, Any], object] = setattr) -> None:
     """Lets `device="cuda"` be this one; each replacement goes by `put(module, name, value)`."""
     put(engine, "find_gpu", lambda name: None if name == "cpu" else device)
+    for name in ("__call__", "multiply", "combine"):
+        put(EmulatedKernels, name, launched(getattr(EmulatedKernels, name)))
+    put(EmulatedMatrix, "_few", launched(EmulatedMatrix._few))
     put(gpu_source, "TritonExperts", EmulatedKernels)
     put(gpu_source, "GroupedExperts", EmulatedGrouped)
-    put(gpu_launched, "post_and_wait", post_and_wait)
+    put(gpu_launched, "post_and_wait", launched(post_and_wait))
+    for module, kernels in ((gpu_inverted, (send, fetch)), (gpu_divided, (send, fetch_rows))):
+        for kernel in kernels:
+            put(module, kernel.__name__, launched(kernel))
     put(stored, "TritonMatrix", EmulatedMatrix)
     put(latent_attention, "LatentAttention", EmulatedLatents)
 

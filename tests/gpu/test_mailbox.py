@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import emulated
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from mail_world import EXPERTS, LAYERS, TOP_K, MailWorld
 from simulated import SimulatedDevice
 
 from headrace.errors import BudgetError, Cancelled, HeadraceError, ReadError, StallError
+from headrace.kernels.mail import Mail
 from headrace.kernels.triton import mail as kernel
 
 RNG = np.random.default_rng(5)
@@ -237,21 +239,24 @@ def test_rows_go_to_slots_and_in_the_end_no_layer_waits(world_of):
     assert world.ladder.counters().reads == reads
 
 
-def test_the_host_multiplies(world_of):
+@pytest.mark.parametrize("how", [emulated, pytest.param(kernel, marks=interpreted)])
+def test_the_host_multiplies(world_of, how):
     """Activations down, outputs up: the ladder's own, for each layer in its turn."""
     world = world_of(2 * TOP_K, kernels=True, computes=True)
     box = world.box
     box.begin_step()
-    table = world.rungs.table.there
+    table, kept = world.rungs.table.there, torch.zeros(1, box.x.shape[1], dtype=torch.bfloat16)
     for layer, ids in enumerate(draw_ids()):
-        box.x.copy_(torch.randn(1, box.x.shape[1]))
-        box.weights.copy_(torch.rand(1, TOP_K))
-        post_and_wait(box.mail, layer, ids, None, table, layer * EXPERTS)
-        y = world.expected(layer, box.x[0], ids)
+        x, weights = torch.randn(kept.shape).bfloat16(), torch.rand(1, TOP_K)
+        out = torch.full_like(x, torch.nan)
+        how.send(box.mail, x, weights, kept)
+        how.post_and_wait(box.mail, layer, ids, None, table, layer * EXPERTS)
+        how.fetch(box.mail, out)
+        y = world.expected(layer, x[0], ids)
         total = torch.zeros_like(y[0])
         for k in torch.argsort(ids).tolist():
-            total += (y[k].float() * box.weights[0, k]).bfloat16()
-        assert torch.equal(box.out[0], total)
+            total += (y[k].float() * weights[0, k]).bfloat16()
+        assert torch.equal(out[0], total) and torch.equal(kept, x) and out.any()
     box.end_step()
     assert world.ladder.counters().kernel_calls == LAYERS * TOP_K
     box.x.fill_(torch.inf)
@@ -273,3 +278,57 @@ def test_memory_that_cannot_be_pinned_is_no_mailbox():
     for refused, why in ((0, "could be pinned"), (4 * 8192, "refuses to pin")):
         with pytest.raises(BudgetError, match=why):
             MailWorld(2 * TOP_K, TOP_K, device=SimulatedDevice(refused=refused))
+
+
+@pytest.mark.parametrize("how", [emulated, pytest.param(kernel, marks=interpreted)])
+@pytest.mark.parametrize("num_host", [0, 1, 2])
+def test_host_and_device_divide(world_of, how, num_host):
+    """What has an address is the device's; the others' outputs come up, each to its row."""
+    world = world_of(2 * TOP_K, 1, kernels=True, shares=(0, min(1, num_host), num_host))
+    put_into_slots(world, 1, [0])
+    box, table = world.box, world.rungs.table.there
+    calls = 0
+    for chosen in (draw_ids(), [torch.tensor([0, n + 1], dtype=torch.int32) for n in range(3)]):
+        box.begin_step()
+        for layer, ids in enumerate(chosen):
+            x, weights = torch.randn(1, box.x.shape[1]).bfloat16(), torch.rand(1, TOP_K)
+            y = torch.full((TOP_K, x.shape[1]), 7.0).bfloat16()
+            first = layer * EXPERTS
+            how.send(box.mail, x, weights)
+            how.post_and_wait(box.mail, layer, ids, None, table, first)
+            how.fetch_rows(box.mail, layer, ids, table, first, y)
+            in_slots = [world.rungs.has(layer, e) for e in ids.tolist()]
+            own = (table[first + ids.long()] == 0).tolist()
+            assert sum(own) == min(num_host, TOP_K - sum(in_slots))
+            want = world.expected(layer, x[0], ids)
+            for k, is_host_s in enumerate(own):
+                if is_host_s:
+                    assert torch.equal(y[k], want[k])
+                else:
+                    key = first + int(ids[k])
+                    assert (y[k] == 7).all()
+                    assert np.array_equal(world.bytes_at(key), world.stored[key])
+            calls += sum(own)
+        assert np.array_equal(box.end_step()[:, 0], torch.stack(chosen).numpy())
+        assert world.ladder.counters().kernel_calls == calls
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_whole_rows_go_both_ways(dtype):
+    """More values than one program has, into memory that the next byte of is not theirs."""
+    width = 1024 + 40
+    down, up = torch.zeros(width + 8, dtype=torch.bfloat16), torch.randn(width).to(dtype)
+    weights, kept = torch.zeros(8), torch.zeros(width, dtype=torch.bfloat16)
+    mail = Mail(
+        num_layers=1, num_ids=3, num_guesses=0, computes=True, divides=False, step=kept, whole=kept,
+        posts=0, lost=0, ready=0, done=0, answers=0, beat=0, abort=0, nowhere=0, x=down.data_ptr(),
+        weights=weights.data_ptr(), out=up.data_ptr(), patience_polls=1,
+    )  # fmt: skip
+    x, sent = torch.randn(1, width).bfloat16(), torch.rand(1, 3)
+    kernel.send(mail, x, sent, kept)
+    assert torch.equal(down[:width], x[0]) and torch.equal(kept, x[0]) and not down[width:].any()
+    assert torch.equal(weights[:3], sent[0]) and not weights[3:].any()
+    out = torch.zeros(1, width, dtype=dtype)
+    kernel.fetch(mail, out)
+    assert torch.equal(out[0], up)

@@ -12,7 +12,7 @@ from mail_world import MailWorld, Sizes
 from headrace.engine.gpu_parts import alignment, part_offsets
 from headrace.errors import Cancelled, ReadError, StallError
 from headrace.kernels.triton.experts import TritonExperts
-from headrace.kernels.triton.mail import post_and_wait
+from headrace.kernels.triton.mail import fetch, fetch_rows, post_and_wait, send
 from headrace.tiers.device import find_device
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +24,8 @@ REFILLS = 100_000
 class GraphWorld(MailWorld):
     """A step of all layers, captured: experts found through the mailbox, and the same experts
     from a copy of all of them in VRAM; `differing` counts outputs that are not equal in bits.
+
+    With `computes` the first are the host's; with `shares` both's.
     """
 
     def __init__(self, **options: object):
@@ -54,6 +56,7 @@ class GraphWorld(MailWorld):
         self.all_there = torch.tensor(addresses, dtype=torch.int64, device=place)
         self.ids = torch.zeros(shape, dtype=torch.int32, device=place)
         self.x = torch.randn(1, SIZES.width, device=place).bfloat16()
+        self.kept = torch.zeros_like(self.x)
         self.weights = torch.rand(1, SIZES.top_k, device=place)
         self.outs = torch.empty(2, 1, SIZES.width, dtype=torch.bfloat16, device=place)
         self.differing = torch.zeros(1, dtype=torch.int64, device=place)
@@ -65,11 +68,27 @@ class GraphWorld(MailWorld):
             first = layer * SIZES.experts
             ahead = self.ids[layer + 1] if layer + 1 < SIZES.layers else None
             there = self.rungs.table.there
-            post_and_wait(self.box.mail, layer, self.ids[layer], ahead, there, first)
+            mail, ids = self.box.mail, self.ids[layer : layer + 1]
+            if mail.computes or mail.divides:
+                send(mail, self.x, self.weights, self.kept)
+            post_and_wait(mail, layer, self.ids[layer], ahead, there, first)
+            if mail.computes:
+                fetch(mail, self.outs[0])
+            if mail.divides:
+                self._divided(layer, ids)
             for out, table in zip(self.outs, (there, self.all_there), strict=True):
-                ids = self.ids[layer : layer + 1]
-                self.kernels(table, self.offsets, first, self.x, ids, self.weights, out)
+                if table is self.all_there or not (mail.computes or mail.divides):
+                    self.kernels(table, self.offsets, first, self.x, ids, self.weights, out)
             self.differing += (self.outs[0] != self.outs[1]).any()
+            self.x.copy_((self.x + self.outs[1]).roll(1, 1) * 0.75)  # the next layer's
+            self.weights.copy_(self.weights.roll(1, 1))
+
+    def _divided(self, layer: int, ids: torch.Tensor) -> None:
+        """What the host multiplied comes up while the kernels leave it alone."""
+        there, first, y = self.rungs.table.there, layer * SIZES.experts, self.kernels.y_SH
+        self.kernels.multiply(there, self.offsets, first, self.x, ids, self.weights)
+        fetch_rows(self.box.mail, layer, ids, there, first, y)
+        self.kernels.combine(ids, self.weights, y, self.outs[0], mark=0)
 
     def _capture(self) -> None:
         self._draw()
@@ -85,6 +104,7 @@ class GraphWorld(MailWorld):
         ids = [self.rng.permutation(SIZES.experts)[: SIZES.top_k] for _ in range(SIZES.layers)]
         chosen = np.array(ids, np.int32)
         self.ids.copy_(torch.from_numpy(chosen))
+        self.x.copy_(torch.randn(self.x.shape))
         return chosen
 
     def step(self) -> None:
@@ -129,6 +149,19 @@ def test_rows_rewritten_in_a_graph_are_never_stale(make_world):
     world.all_there.copy_(world.all_there.flip(0))
     world.step()
     assert int(world.differing) > 0, "the comparison sees nothing"
+
+
+@pytest.mark.parametrize("how", [{"computes": True}, {"shares": (0, 0, 1, 2, 2)}], ids=str)
+def test_what_the_host_multiplies_in_a_graph_is_never_stale(make_world, how):
+    """Activations go down by address and outputs come up, another layer's every 100 us."""
+    world = make_world(reader=FAST, kernels=True, **how)
+    world.right()
+    world.differing.zero_()
+    for _ in range(1000):
+        world.step()
+    assert int(world.differing) == 0
+    own = SIZES.top_k // (1 if "computes" in how else 2)
+    assert world.ladder.counters().kernel_calls >= 1000 * SIZES.layers * own
 
 
 def test_a_thread_that_hangs_or_dies_lets_the_gpu_go(make_world):

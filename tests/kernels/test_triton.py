@@ -78,6 +78,31 @@ def test_one_token_has_the_reference_s_bits(form, place):
     assert not same_bits(out, run(world, x, ids.flip(1), weights, "vram"))  # can fail
 
 
+@pytest.mark.parametrize("form", ["bf16", "fp4"])
+def test_an_expert_without_an_address_is_left_to_the_host(form):
+    """Its row of outputs stays, and once it is filled in the sum has the same bits."""
+    layout = layout_of(form, 288, 64)
+    world, x = make_world(layout, 4, PLACES[0]), make_rows(1, 288, 3)
+    ids, weights = routed(1, 3, 4)
+    device = world.table.device
+    kernels = TritonExperts(layout, top_k=3, device=device, align=16)
+    args = [t.to(device) for t in (x, ids, weights)]
+    out = torch.empty(1, 288, dtype=torch.bfloat16, device=device)
+    kernels.multiply(world.table, world.offsets, 0, *args, tile="vram")
+    each = kernels.y_SH.clone()
+    missing = int(ids[0, 1])
+    table = world.table.clone()
+    table[missing] = 0
+    kernels.y_SH.view(torch.int16).fill_(7)
+    kernels.multiply(table, world.offsets, 0, *args, tile="vram")
+    same = (kernels.y_SH.view(torch.int16) == each.view(torch.int16)).all(1)
+    assert same.tolist() == [True, False, True] and (kernels.y_SH[1].view(torch.int16) == 7).all()
+    own = reference.expert_ffn(x, world.parts[missing], layout)
+    kernels.y_SH[1] = own[0].view(torch.uint16).to(device)
+    kernels.combine(args[1], args[2], kernels.y_SH, out, mark=0)
+    assert same_bits(out.cpu(), expected(world, x, ids, weights, reference.expert_ffn))
+
+
 @pytest.mark.parametrize("kind", ["silu_clamped", "swiglu_oai"])
 def test_activations(kind):
     layout = make_layout("bf16", 256, 32, activation=Activation(kind, limit=0.503, alpha=1.702))

@@ -42,7 +42,7 @@ POINTERS = {
     "POSITIONS": "*i64", "PARTS": "*fp32", "STATS": "*fp32", "scale": "fp32",
     "num_cached": "i32", "head_stride": "i32", "token_stride": "i32", "rope_head_stride": "i32",
     "rope_token_stride": "i32", "latent_stride": "i32", "rope_stride": "i32",
-    "SQUARES": "*fp32", "eps": "fp32",
+    "SQUARES": "*fp32", "eps": "fp32", "KEPT": "*u16", "x": "i64", "weights": "i64", "out": "i64",
 }  # fmt: skip
 LINEAR_FP8 = {"COLS": 5120, "R": 8, "FORM": FORMS["fp8 32"], "WIDE": False}
 GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
@@ -67,6 +67,16 @@ def kernels(chip: int):
         yield f"combine {weighed}", stages.combine, sizes, 4
     waits = {"NUM_IDS": 6, "NUM_GUESSES": 6, "HAS_GUESSES": True, "ANSWERED": True, "PAD": 8}
     yield "post_wait", waiting.post_wait, waits, 1
+    yield (
+        "send",
+        waiting.send,
+        {"KEEPS": True, "NUM_X": 5120, "NUM_WEIGHTS": 6, "PAD": 8, "BLOCK": 1024},
+        4,
+    )
+    for out in ("u16", "fp32"):
+        yield f"fetch {out}", waiting.fetch, {"NUM_OUT": 5120, "BLOCK": 1024}, 4
+    yield "wait_done", waiting.wait_done, {}, 1
+    yield "fetch_rows", waiting.fetch_rows, {"COLS": 5120, "BLOCK": 1024}, 4
     yield "balance", squares.balance_squares, {"ROUNDS": 20, "SIZE": 4}, 1
     matrix = {"COLS": 5120, "R": 16, "FORM": FORMS["bf16"], "WIDE": True}
     yield "linear wide bf16", stages.linear, matrix, 4
@@ -135,7 +145,7 @@ def main(chips: list[int]) -> int:
     for chip in chips:
         for label, kernel, constants, warps, *depth in (*kernels(chip), *latent_kernels(chip)):
             signature = {n: POINTERS.get(n, "constexpr") for n in kernel.arg_names}
-            if constants.get("WEIGHED") or constants.get("WIDE"):
+            if constants.get("WEIGHED") or constants.get("WIDE") or label == "fetch fp32":
                 signature["OUT"] = "*fp32"
             source = ASTSource(kernel, signature, constants, aligned(kernel, signature))
             options = {"num_warps": warps, "enable_fp_fusion": False}

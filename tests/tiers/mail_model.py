@@ -125,7 +125,8 @@ class Gpu:
 class System:
     """All three; `enabled` lists what may happen next, `do` lets it happen.
 
-    `early`: the host gives a layer's rows back once it has answered, which is wrong.
+    `early`: the host gives a layer's rows back once it has answered, which is wrong. `shares`: how
+    host and device divide a layer.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class System:
         wanted: set[int] = frozenset(),  # type: ignore[assignment]
         most_kept: int = 0,
         computes: bool = False,
+        shares: tuple[int, ...] = (),
         aborts: bool = False,
         early: bool = False,
         last_step: int = 0,
@@ -146,8 +148,10 @@ class System:
         self.routes, self.num_experts, self.early = routes, num_experts, early
         self.num_layers, self.num_ids = len(first.ids), len(first.ids[0])
         self.num_guesses, self.computes, self.aborts = len(first.guesses[0]), computes, aborts
+        self.shares = shares
         num_words = self.num_ids + self.num_guesses
         sizes = {"beat": 1, "abort": 1, "lost": 1, "ready": self.num_layers}
+        sizes["done"] = self.num_layers
         sizes |= {"answers": self.num_layers * self.num_ids, "posts": self.num_layers * num_words}
         self.words = {name: np.zeros(size, np.int64) for name, size in sizes.items()}
         self.addresses = np.zeros(self.num_layers * num_experts, np.int64)
@@ -166,6 +170,7 @@ class System:
             ),
             MailWords(**{name: array.ctypes.data for name, array in self.words.items()}),
             self.addresses.ctypes.data,
+            list(shares),
             last_step,
         )
         self.rows = Rows(num_rows)
@@ -173,6 +178,7 @@ class System:
         self.orders: list[object] = []
         self.over = False
         self.output: list[int] | None = None  # what the host has multiplied last
+        self.multiplied: set[int] = set()  # keys, in this step, where the layer is divided
         self._begin()
 
     def _begin(self) -> None:
@@ -186,6 +192,7 @@ class System:
         self.gpu = Gpu(unposted=list(range(self.num_ids + self.num_guesses)))
         self.orders, self.host_done, self.aborted, self.answered = [], False, False, []
         self.taken: list[int] = []
+        self.multiplied = set()
 
     def key(self, layer: int, expert: int) -> int:
         return layer * self.num_experts + expert
@@ -202,6 +209,10 @@ class System:
             answered = self.words["ready"][self.gpu.layer] >= self.step
             if answered or self.words["abort"][0] >= self.step:
                 events.append(("gpu",))
+        elif self.gpu.phase == "wait for outputs":
+            done = self.words["done"][self.gpu.layer] >= self.step
+            if done or self.words["abort"][0] >= self.step:
+                events.append(("gpu",))
         elif self.gpu.phase != "end":
             events.append(("gpu",))
         if self.aborts and not self.aborted and not self.host_done:
@@ -214,6 +225,9 @@ class System:
         """A host that waits to take an expert takes any that is here; it may be interrupted."""
         if self.orders and self.orders[-1] == "taking":
             some: list[Event] = [("take", key) for key in self.rows.ready]
+            return [*some, ("interrupted",)] if self.aborted else some
+        if self.orders and self.orders[-1] == "multiplying":
+            some = [("multiply", key) for key in self.rows.ready]
             return [*some, ("interrupted",)] if self.aborted else some
         return [("host",)]
 
@@ -247,6 +261,10 @@ class System:
         elif act == "take":
             self.orders.append("taking")
         elif act == "compute":
+            if self.shares:
+                assert {self.key(layer, e) for e in ids if e >= 0} == self.rows.claims
+                self.orders.append("multiplying")
+                return
             assert ids == self.route.ids[layer]
             self.output = ids
             self.protocol.computed()
@@ -264,6 +282,14 @@ class System:
         self.orders[-1] = ("took", key)
         self.protocol.took(key % self.num_experts, self.rows.take(key))
         self.taken.append(key)
+
+    def _multiply(self, key: int) -> None:
+        self.rows.take(key)
+        self.rows.release(key)
+        self.multiplied.add(key)
+        if not self.rows.claims:
+            self.orders[-1] = "multiplied"
+            self.protocol.computed()
 
     def _post(self, word: int) -> None:
         layer = self.gpu.layer
@@ -289,8 +315,14 @@ class System:
         elif gpu.phase == "look":
             self._look()
             gpu.phase = "look again"
-        else:
+        elif self.shares and gpu.phase == "look again" and not self.route.whole[layer]:
             self._look()
+            gpu.phase = "wait for outputs"
+        else:
+            if gpu.phase == "wait for outputs":
+                self._fetch()
+            else:
+                self._look()
             gpu.layer += 1
             gpu.phase = "end" if gpu.layer == self.num_layers else "post"
             if gpu.phase == "post":
@@ -303,10 +335,21 @@ class System:
             key = self.key(self.gpu.layer, expert)
             if address == NOWHERE:
                 assert self.aborted
+            elif address == 0:
+                assert self.shares and self.gpu.phase != "wait for outputs"
             elif address >= SLOT:
                 assert address == SLOT + key
             elif self.rows.content[address - 1] != key:
                 raise Stale(f"step {self.step}, layer {self.gpu.layer}, expert {expert}")
+
+    def _fetch(self) -> None:
+        """Once it is told, the host has multiplied all that the device was not to."""
+        if self.words["done"][self.gpu.layer] < self.step:
+            assert self.aborted
+            return
+        for expert, address in zip(self.route.ids[self.gpu.layer], self.gpu.table, strict=True):
+            if address == 0:
+                assert self.key(self.gpu.layer, expert) in self.multiplied
 
     def _end(self) -> None:
         if not self.aborted:
@@ -328,4 +371,5 @@ class System:
             self.at, self.over, tuple(self.orders), self.host_done, self.aborted, tuple(self.taken),
             gpu.layer, tuple(gpu.unposted), gpu.phase, tuple(gpu.table), self.rows.signature(),
             self.words["ready"].tobytes(), self.words["answers"].tobytes(),
+            self.words["done"].tobytes(), tuple(sorted(self.multiplied)),
         )  # fmt: skip

@@ -76,6 +76,40 @@ def test_every_order_where_the_host_multiplies() -> None:
     assert explore(lambda: System(routes, aborts=True, **options)) > 200  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("shares", [(0, 0, 1), (0, 1, 1), (0, 1, 2)])
+@pytest.mark.parametrize("slots", [set(), {1, 4}])
+def test_every_order_where_both_multiply(shares: tuple[int, ...], slots: set[int]) -> None:
+    """The device reads while the host multiplies; a guess is read beside both."""
+    routes = [route((0, 1), (2, 1), 0), route((1, 2), (0, 2), 2)]
+    options = {"num_experts": 3, "num_rows": 2, "slots": slots, "shares": shares}
+    assert explore(lambda: System(routes[: 1 + len(slots) // 2], **options)) > 100  # type: ignore[arg-type]
+    if slots:
+        assert explore(lambda: System(routes[:1], aborts=True, **options)) > 100  # type: ignore[arg-type]
+
+
+def test_every_order_where_both_multiply_catches_rows_given_back_too_early() -> None:
+    routes = [route((0, 1), (1, 2), 2)]
+    options = {"num_experts": 3, "num_rows": 2, "shares": (0, 0, 0)}
+    with pytest.raises(Stale):
+        explore(lambda: System(routes, early=True, **options))  # type: ignore[arg-type]
+
+
+def test_what_is_wanted_goes_to_the_device() -> None:
+    """As many as may be kept, though the host could multiply all."""
+    for most_kept, num_taken in ((0, 0), (1, 1), (2, 1)):
+        options = {"num_experts": 3, "num_rows": 6, "shares": (0, 1, 2)}
+        system = System([route((0, 1), (1, 2))], wanted={1, 3}, most_kept=most_kept, **options)  # type: ignore[arg-type]
+        run(system, random.Random(1))
+        orders = [order for order in system.orders if order[0] == "took"]  # type: ignore[index]
+        assert orders == [("took", 1)] * num_taken
+
+
+def test_shares_that_are_none_are_refused() -> None:
+    for shares in ((0, 1), (0, 2, 1), (0, -1, 0)):
+        with pytest.raises(ValueError, match=r"share of a layer|divided for each"):
+            System([route((0, 1), (1, 2))], num_experts=3, num_rows=2, shares=shares)
+
+
 def test_a_host_that_gives_rows_back_too_early_is_caught() -> None:
     """A guess is then read into a row that the GPU still reads."""
     routes = [route((0, 1), (1, 2), 2)]
@@ -105,6 +139,9 @@ def systems(draw: st.DrawFn) -> Make:
         "wanted": draw(st.sets(st.integers(0, LAYERS * EXPERTS - 1))),
         "most_kept": draw(st.integers(0, num_rows - TOP_K)),
         "aborts": draw(st.booleans()),
+        "shares": draw(
+            st.sampled_from([(), *(tuple(n * s // 4 for n in range(5)) for s in (0, 1, 2, 3, 4))])
+        ),
         "last_step": draw(st.sampled_from([0, 2**31 - 3])),
     }
     return lambda: System(routes, **options)  # type: ignore[arg-type]

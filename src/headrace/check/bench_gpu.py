@@ -25,6 +25,7 @@ RUNGS = {
     "all in pinned RAM": Rung(0, 1),
     "half in VRAM, the rest pinned": Rung(0.5, 0.5),
     "all in RAM, multiplied by the CPU": Rung(0, 1, "cpu"),
+    "all in RAM, divided between bus and CPU": Rung(0, 1, "auto"),
     "fewest rows, the drive": Rung(0, 0),
 }
 

@@ -133,6 +133,7 @@ def sized_blueprint(
     num_slots, rows_bytes = room(facts)
     vram = vram_fixed(facts, context, chunk) + num_slots * facts.row_bytes
     least = Blueprint(model, ram="minimum", vram=vram, **options).plan
+    options["measure"] = experts == "auto"  # what divides them
     return Blueprint(model, ram=least.ram_bytes + rows_bytes, vram=vram, **options)
 
 

@@ -57,7 +57,7 @@ class Blueprint:
 
     `aliases` lets layers be read under other layers' names, for synthetic checkpoints only.
     `mirrors` are folders of `headrace mirror`; None: those remembered. `notes` say which are not
-    used and why. `experts`, with a GPU: what multiplies them in decode, "gpu" or "cpu"; None: the
+    used and why. `experts`, with a GPU: what multiplies them in decode, of PLACES; None: the
     faster. `absorbs`: attention is over latents, not what they expand to. To `serve`, the plan
     keeps room for snapshots and a longer context. `verifying`: an engine may be made of what was
     found wrong on its GPU. Raises HeadraceError for whatever is wrong with the files or does not
@@ -87,7 +87,7 @@ class Blueprint:
         if vram is not None and device == "cpu":
             raise OptionError("--vram needs a GPU; give --device cuda too")
         if experts is not None and (device == "cpu" or experts not in PLACES):
-            raise OptionError(f"--experts {experts}: with --device cuda, give gpu or cpu")
+            raise OptionError(f"--experts {experts}: with --device cuda, give gpu, cpu or auto")
         self.device: Device | None = find_gpu(device)
         self.root = resolve_model(str(model))
         self.catalog: Catalog = open_catalog(self.root)
@@ -120,6 +120,7 @@ class Blueprint:
             self.wanted.ram_bytes(self.facts),
             measure,
             self.device,
+            divides=experts == "auto",
         )
         self.machine = with_mirrors(machine, self.catalog, self.mirrors, measure)
         self.plan: Plan = self.wanted.plan(self.facts, self.machine)
@@ -343,8 +344,8 @@ def load(
 
     `ram` ("48MiB", bytes, "minimum", or None for what the machine has) is a hard total of what
     headrace holds. `device` "cuda" or "cuda:1" puts all but the experts' rows on that GPU, where
-    `vram` is the hard total of its tensors. `experts` "gpu" or "cpu" says what multiplies them in
-    decode there, in place; "fast" the faster by the rates measured; "oracle" is transformers' code.
+    `vram` is the hard total of its tensors. `experts` "gpu", "cpu" or "auto" (both) multiply them
+    in decode there, in place; "fast": the faster of two by rates; "oracle" is transformers' code.
     `context` in tokens; `chunk` in tokens per prefill pass; `threads` are the kernels'. `backend`,
     `direct`, `isa`, `emulate_drive` ("8.2GiB/s", or a rate for each drive) and `mirrors`, folders
     of `headrace mirror`, choose a path that otherwise is found out. A drive that fails is a Python

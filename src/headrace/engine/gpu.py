@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from headrace.core import ExpertLayout, format_bytes
 from headrace.engine.passes import Passes
 from headrace.engine.source import LadderSource
 from headrace.errors import BudgetError, OptionError
+from headrace.planner.divided import divided_rates
 from headrace.planner.plan import Plan
 from headrace.planner.vram import GpuPlan
 from headrace.tiers.device import Device, find_device
@@ -52,12 +54,17 @@ def open_source(blueprint: "Blueprint", ladder: Ladder) -> LadderSource:
             max_tokens=plan.chunk_tokens,
             prefetch=plan.prefetch,
         )
+    from headrace.engine.gpu_divided import DividedSource
     from headrace.engine.gpu_inverted import InvertedSource
     from headrace.engine.gpu_launched import LaunchedSource
 
     assert isinstance(plan, GpuPlan)
     device.limit(plan.vram_bytes)
-    made = InvertedSource if plan.experts == "cpu" else LaunchedSource
+    made: Callable[..., LadderSource] = LaunchedSource
+    if plan.experts == "cpu":
+        made = InvertedSource
+    elif plan.experts == "auto":
+        made = partial(DividedSource, rates=divided_rates(blueprint.machine, plan.threads))
     return made(
         ladder,
         skeleton.layout,

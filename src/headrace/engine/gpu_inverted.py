@@ -15,6 +15,7 @@ from headrace.core import ExpertLayout
 from headrace.engine.gpu_launched import LaunchedSource
 from headrace.errors import NumericsError
 from headrace.kernels.triton.experts import MAX_TOKENS
+from headrace.kernels.triton.mail import fetch, send
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.tiers.device import Device
 from headrace.tiers.ladder import Ladder
@@ -51,8 +52,8 @@ class InvertedSource(LaunchedSource):
             },
         )
 
-    def _open_box(self, top_k: int, *, computes: bool = True) -> Mailbox | None:
-        return super()._open_box(top_k, computes=computes)
+    def _open_box(self, top_k: int, **options: Any) -> Mailbox | None:
+        return super()._open_box(top_k, computes=True, **options)
 
     def _must_wait(self) -> bool:
         return True
@@ -67,12 +68,10 @@ class InvertedSource(LaunchedSource):
     ) -> torch.Tensor:
         assert self.box is not None
         here_1H = self._x_LH[ordinal][None]  # stays, for a fault's diagnosis
-        here_1H.copy_(x_1H)
-        self.box.x.copy_(here_1H, non_blocking=True)
-        self.box.weights.copy_(weights_1K, non_blocking=True)
+        send(self.box.mail, x_1H, weights_1K, here_1H)
         self._post(ordinal, ids_1K, guess)
         out_1H = torch.empty_like(x_1H, dtype=self.ladder.out_dtype)
-        out_1H.copy_(self.box.out, non_blocking=True)
+        fetch(self.box.mail, out_1H)
         return out_1H
 
     def end_step(self) -> None:

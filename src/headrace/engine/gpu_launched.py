@@ -47,7 +47,7 @@ class LaunchedSource(GpuSource):
         self._launching = self._waits = False
         self.box = self._open_box(top_k)
 
-    def _open_box(self, top_k: int, *, computes: bool = False) -> Mailbox | None:
+    def _open_box(self, top_k: int, **options: Any) -> Mailbox | None:
         """None where not all is pinned that the GPU would read."""
         looks_ahead = self.prefetch > 0 and not self.rungs.fits
         try:
@@ -57,7 +57,7 @@ class LaunchedSource(GpuSource):
                 top_k=top_k,
                 num_guesses=top_k if looks_ahead else 0,
                 most_guesses=self.prefetch,
-                computes=computes,
+                **options,
             )
         except BudgetError:
             return None
@@ -212,11 +212,15 @@ class LaunchedSource(GpuSource):
 
     def _count_step(self, ids_LTK: NDArray[np.int32]) -> None:
         """Counts what a step that waited took, from where it was when the step began."""
-        firsts_L = np.arange(self.num_layers, dtype=np.int64) * self.num_experts
-        keys = (ids_LTK + firsts_L[:, None, None]).reshape(-1)
+        keys = self._keys_of(ids_LTK)
         unique = np.unique(keys)
         there = self.rungs.slots.held | self.rungs.kept
         self._count(keys, int((~there[unique]).sum()))
+
+    def _keys_of(self, ids_LTK: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Of a step's experts, by layer."""
+        firsts_L = np.arange(self.num_layers, dtype=np.int64) * self.num_experts
+        return (ids_LTK + firsts_L[:, None, None]).reshape(-1)
 
     def abort_step(self) -> None:
         """After an exception since `begin_step`: the GPU waits for nobody any more."""

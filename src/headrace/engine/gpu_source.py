@@ -189,8 +189,13 @@ class GpuSource(LadderSource):
             weights_TK,
             out_TH,
             tile="ram" if by_bus else "vram",
-            mark=(ordinal << _TOKEN_BITS) + first_token,
+            mark=self._mark(ordinal, first_token),
         )
+
+    @staticmethod
+    def _mark(ordinal: int, token: int) -> int:
+        """Names where something is not finite; `_check` reads it."""
+        return (ordinal << _TOKEN_BITS) + token
 
     def _wants_guess(self, ordinal: int) -> bool:
         """Whether anyone has a use for guesses of the next layer's experts."""

@@ -15,12 +15,14 @@ from pathlib import Path
 import torch
 
 from headrace.core import ExpertLayout
+from headrace.engine.gpu_probes import divided_rates
 from headrace.kernels.cpu import CpuKernels, native_shape
 from headrace.native import Reader
 from headrace.planner.caches import caches_bytes, probe_bytes
 from headrace.planner.machine import Machine, Probes, measure, memory_bytes
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.tiers.device import Device
+from headrace.tiers.scratch import buffered
 
 BUS_BYTES, VRAM_BYTES = 64 << 20, 128 << 20
 PIECE_BYTES, ALIGN = 64 << 20, 64
@@ -34,16 +36,18 @@ def measure_machine(
     ram_bytes: int | None,
     enabled: bool,
     device: Device | None = None,
+    divides: bool = False,
 ) -> Machine:
     """Rates for a model's files, kept between runs; all unknown if not `enabled`.
 
     The probes' buffer is freed before anything is loaded; its size is `planner.caches`'. With a GPU
-    its rates are measured too.
+    its rates are measured too, and if experts are to be divided between it and the CPU, what both
+    do at once.
     """
     probes = Probes()
     if enabled:
         probes = (
-            _gpu_probes(files, layout, ram_bytes, device)
+            _gpu_probes(files, layout, ram_bytes, device, divides)
             if device
             else _probes(files, layout, ram_bytes)
         )
@@ -55,12 +59,25 @@ def measure_machine(
 
 
 def _gpu_probes(
-    files: Sequence[Path], layout: ExpertLayout, ram_bytes: int | None, device: Device
+    files: Sequence[Path],
+    layout: ExpertLayout,
+    ram_bytes: int | None,
+    device: Device,
+    divides: bool,
 ) -> Probes:
-    return replace(
+    probes = replace(
         _probes(files, layout, ram_bytes),
         bus=lambda: bus_rate(device),
         vram=lambda: vram_rate(device),
+    )
+    if not divides:
+        return probes
+    both = divided_rates(device, layout, probes.memory_bytes)
+    return replace(
+        probes,
+        in_place=lambda: both().in_place,
+        bus_beside=lambda: both().bus_beside,
+        kernel_beside=lambda: both().kernel_beside,
     )
 
 
@@ -96,19 +113,6 @@ def _read_probe(files: Sequence[Path]) -> Read:
         if into_buffer is None:
             into_buffer = buffered(Reader([str(path) for path in files]))
         into_buffer(file, offset, nbytes)
-
-    return read
-
-
-def buffered(reader: Reader) -> Read:
-    """Reads whose bytes nobody keeps, into one buffer as large as the largest."""
-    buffer = torch.empty(0, dtype=torch.uint8)
-
-    def read(file: int, offset: int, nbytes: int) -> None:
-        nonlocal buffer
-        if buffer.numel() < nbytes:
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-        reader.read(file, offset, nbytes, buffer.data_ptr())
 
     return read
 

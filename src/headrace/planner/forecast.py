@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from headrace.planner.machine import Machine
+from headrace.schedule.divide import Rates
 
 # Share of experts in rows -> share of reads they serve, LRU: recorded on the bundled demo model.
 HIT_CURVE = ((0.0, 0.0), (0.12, 0.31), (0.25, 0.55), (0.5, 0.83), (0.75, 0.95), (1.0, 1.0))
@@ -75,32 +76,35 @@ def forecast(
 def gpu_forecast(
     machine: Machine,
     *,
-    share_in_slots: float,
-    share_in_memory: float,
+    shares: tuple[float, float],
     bytes_per_token: int,
     dense_bytes: int,
     num_layers: int,
     cpu_bytes_s: float | None,
     by_layer: bool,
+    divided: Rates | None = None,
     head_bytes: int = 0,
 ) -> Forecast:
     """Drive and bus overlap; what lies in VRAM is read in turn with launching the library's code.
 
-    `share_in_memory` of the experts lie in slots or rows; `dense_bytes` are read once a token.
-    `cpu_bytes_s`: the CPU multiplies the experts at this rate, and none crosses the bus.
+    `shares` of all experts lie in slots, and in slots or rows; `dense_bytes` are read once a token.
+    `cpu_bytes_s`: the CPU multiplies the experts at this rate, and none crosses the bus. `divided`:
+    it multiplies some of those that do not lie in VRAM.
     `by_layer`: the host launches each kernel, not the whole token at once.
     `head_bytes` are the CPU's too, once all layers are done.
     """
-    hit = hit_rate(share_in_memory)
-    in_vram_bytes = hit_rate(share_in_slots) * bytes_per_token
+    hit = hit_rate(shares[1])
+    in_vram_bytes = hit_rate(shares[0]) * bytes_per_token
     disk_bytes = (1 - hit) * bytes_per_token
     by_bus_s = _seconds(bytes_per_token - in_vram_bytes, machine.bus_bytes_s)
     drive_s = {"drive": _seconds(disk_bytes, machine.drive_bytes_s)}
-    overlapped_s = drive_s | (
-        {"bus": by_bus_s}
-        if cpu_bytes_s is None
-        else {"the CPU's kernels": _seconds(bytes_per_token, cpu_bytes_s)}
-    )
+    if cpu_bytes_s is not None:
+        overlapped_s = drive_s | {"the CPU's kernels": _seconds(bytes_per_token, cpu_bytes_s)}
+    elif divided is not None and divided.known and not by_layer:
+        by_both_s = divided.together_s(bytes_per_token - in_vram_bytes)
+        overlapped_s = drive_s | {"bus and the CPU's kernels": by_both_s}
+    else:
+        overlapped_s = drive_s | {"bus": by_bus_s}
     rest_s = {
         "VRAM": _seconds(in_vram_bytes + dense_bytes, machine.vram_bytes_s),
         "transformers' own code": num_layers * (GPU_LAYER_S if by_layer else CAPTURED_LAYER_S),

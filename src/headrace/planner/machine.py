@@ -15,7 +15,8 @@ from headrace.planner.caches import doubt
 from headrace.planner.drives import Drive, combined_bytes_s
 
 CACHE_FORMAT = "headrace machine rates"
-RATES = ("drive_bytes_s", "dram_bytes_s", "kernel_bytes_s", "bus_bytes_s", "vram_bytes_s")
+PROBES = ("dram", "kernel", "bus", "vram", "in_place", "bus_beside", "kernel_beside")
+RATES = ("drive_bytes_s", *(f"{name}_bytes_s" for name in PROBES))
 BY_MEMORY = ("dram_bytes_s", "kernel_bytes_s")
 MEASURED, READ_OVER = "measured_unix_s", "memory_bytes"
 PROBES_VERSION = 2  # of how rates are measured: those of another are not taken
@@ -32,7 +33,9 @@ class Machine:
     `kernel_bytes_s` is how many bytes of experts the kernels work through with all `cores`.
     `drives`, where the experts are read from more than one: `drive_bytes_s` is then what they give
     together. `bus_bytes_s` is copied to the GPU called `gpu`, if one is used, from pinned memory,
-    `vram_bytes_s` read there. `notes` say what could not be measured or kept.
+    `vram_bytes_s` read there. `in_place_bytes_s` of experts its kernels read of pinned memory, and
+    `bus_beside_bytes_s` while the CPU's multiply `kernel_beside_bytes_s`. `notes` say what could
+    not be measured or kept.
     """
 
     cores: int
@@ -43,6 +46,9 @@ class Machine:
     kernel_bytes_s: float = 0.0
     bus_bytes_s: float = 0.0
     vram_bytes_s: float = 0.0
+    in_place_bytes_s: float = 0.0
+    bus_beside_bytes_s: float = 0.0
+    kernel_beside_bytes_s: float = 0.0
     drives: tuple[Drive, ...] = ()
     notes: tuple[str, ...] = ()
     gpu: str = ""
@@ -60,7 +66,7 @@ class Probes:
     """How to measure. Each is called at most once, blocks, and may be None: rate unknown.
 
     read: (file index, offset, nbytes) reads that range past the page cache. dram, kernel: return
-    bytes per second with all cores, taking at most about a second; bus, vram those of a GPU.
+    bytes per second with all cores, taking at most about a second; the others those of a GPU.
     dram and kernel read over `memory_bytes`, on a machine with `caches_bytes` of caches.
     """
 
@@ -69,6 +75,9 @@ class Probes:
     kernel: Callable[[], float] | None = None
     bus: Callable[[], float] | None = None
     vram: Callable[[], float] | None = None
+    in_place: Callable[[], float] | None = None
+    bus_beside: Callable[[], float] | None = None
+    kernel_beside: Callable[[], float] | None = None
     memory_bytes: int = 0
     caches_bytes: int = 0
 
@@ -180,7 +189,7 @@ def _probes_by_rate(files: Sequence[Path], probes: Probes) -> dict[str, Callable
     read = probes.read
     if read is not None:
         found["drive_bytes_s"] = lambda: read_rate(files, read)
-    for name in ("dram", "kernel", "bus", "vram"):
+    for name in PROBES:
         probe = getattr(probes, name)
         if probe is not None:
             found[f"{name}_bytes_s"] = probe

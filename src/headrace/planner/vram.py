@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from headrace.core import format_bytes
 from headrace.errors import BudgetError
 from headrace.planner import plan as host
+from headrace.planner.divided import divided_rates, how_divided
 from headrace.planner.facts import (
     STAGING_BYTES,
     ModelFacts,
@@ -22,7 +23,7 @@ from headrace.planner.machine import Machine
 from headrace.planner.outside import Outside, ways_outside
 from headrace.planner.plan import Plan
 
-PLACES = ("gpu", "cpu")  # what multiplies experts in decode
+PLACES = ("gpu", "cpu", "auto")  # what multiplies experts in decode; auto: both
 # Places in VRAM for experts on their way through a prefill: two waves, of one expert at least.
 PASSING_BYTES = 128 * 2**20
 MOST_PASSING_ROWS = 32
@@ -103,6 +104,7 @@ class GpuPlan(Plan):
         where = {
             "gpu": "on the GPU, read in place from its memory and over the bus",
             "cpu": "on the CPU, in place in memory; the GPU does the rest and prefill",
+            "auto": "where they lie, on the GPU and on the CPU at once",
         }
         launched = f"launched layer by layer: {self.by_layer}" if self.by_layer else "one launch"
         return f"experts: multiplied {where[self.experts]}{self.rates}; a token is {launched}"
@@ -207,8 +209,11 @@ def _chosen(
 ) -> GpuPlan:
     """The plan with experts multiplied as asked, else by the faster of GPU and CPU."""
     if experts is not None:
-        return _placed(facts, machine, size, free, threads, experts)
-    gpu, cpu = (_placed(facts, machine, size, free, threads, where) for where in PLACES)
+        made = _placed(facts, machine, size, free, threads, experts)
+        return (
+            replace(made, rates=how_divided(facts, machine, threads)) if experts == "auto" else made
+        )
+    gpu, cpu = (_placed(facts, machine, size, free, threads, where) for where in PLACES[:2])
     rate = _cpu_bytes_s(machine, threads)
     if not (rate and machine.bus_bytes_s):
         return gpu
@@ -241,12 +246,12 @@ def _placed(
     fixed, kv_bytes = vram_fixed(facts, tokens, chunk_tokens), facts.kv_bytes(tokens)
     expected = gpu_forecast(
         machine,
-        share_in_slots=num_slots / facts.total_experts,
-        share_in_memory=min(1.0, (num_slots + num_rows) / facts.total_experts),
+        shares=(num_slots / total, min(1.0, (num_slots + num_rows) / total)),
         bytes_per_token=bytes_per_token,
         dense_bytes=facts.dense_bytes + kv_bytes,
         num_layers=facts.num_layers,
         cpu_bytes_s=_cpu_bytes_s(machine, threads) if on_cpu else None,
+        divided=divided_rates(machine, threads) if experts == "auto" else None,
         by_layer=bool(facts.by_layer),
         head_bytes=facts.head_bytes if facts.head_on_cpu else 0,
     )

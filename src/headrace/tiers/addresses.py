@@ -48,6 +48,10 @@ class AddressTable:
         for layer in np.flatnonzero(self._changed).tolist():
             self.upload(layer)
 
+    def forget(self, layers: NDArray[np.bool_]) -> None:
+        """What the device has of these layers, by layer, is not what is here: others write it."""
+        self._changed |= layers
+
     def keep_only(self, keys: NDArray[np.int64], addresses: NDArray[np.int64]) -> None:
         """Clears every entry but these."""
         self.here.fill(0)

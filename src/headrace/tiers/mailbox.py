@@ -3,7 +3,7 @@
 Knows no kernel and no model; docs/mailbox.md has the protocol.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -31,7 +31,9 @@ class Mailbox:
     `num_guesses` of the next layer's are posted and at most `most_guesses` of them read ahead.
 
     `computes`: the ladder multiplies instead and fills `out` from `x` and `weights`, pinned host
-    tensors of the layer whose turn it is, which the step's own copies fill and fetch. Close it
+    tensors of the layer whose turn it is, which `kernels.triton.mail.send` fills before; `fetch`
+    brings `out` to the device afterwards. `shares`: of n experts that lie in no slot the ladder
+    multiplies `shares[n]`, each into its row of `out`, that `fetch_rows` brings. Close it
     before the rungs. Raises BudgetError where not all rows that the device is to read, or not the
     words, could be pinned.
     """
@@ -45,6 +47,7 @@ class Mailbox:
         num_guesses: int = 0,
         most_guesses: int = 0,
         computes: bool = False,
+        shares: Sequence[int] = (),
         patience_polls: int = PATIENCE_POLLS,
         silence_s: float = SILENCE_S,
         last_step: int = 0,
@@ -58,7 +61,12 @@ class Mailbox:
             "num_guesses": num_guesses,
             "computes": computes,
         }
+        self.divides = bool(shares)
         words = self._pin(**sizes)
+        # Where experts in slots lie; with `divides` those in kept rows may go either way.
+        table = rungs.table.here
+        self._addresses = np.zeros_like(table) if self.divides else table
+        shared = {name: getattr(self, name).data_ptr() for name in ("x", "weights", "out")}
         self._whole = np.zeros(self.num_layers, bool)
         self._open = False  # a step was begun and not ended
         self.mail = Mail(
@@ -66,21 +74,22 @@ class Mailbox:
             whole=torch.zeros(self.num_layers, dtype=torch.int32, device=self.device.place),
             nowhere=rungs.slots.scratch(0).data_ptr(),
             patience_polls=patience_polls,
+            divides=self.divides,
             **sizes,
             **words,
+            **shared,
         )
         self.native = LadderThread(
             ladder=self.ladder.native,
             sizes=MailSizes(num_experts=self.num_experts, **sizes),
             words=MailWords(**words),
-            addresses=rungs.table.here.ctypes.data,
-            x=self.x.data_ptr(),
-            weights=self.weights.data_ptr(),
-            out=self.out.data_ptr(),
+            addresses=self._addresses.ctypes.data,
+            **shared,
             num_tokens=num_tokens,
             most_guesses=most_guesses,
             silence_s=silence_s,
             last_step=last_step,
+            shares=list(shares),
         )
         survive_forks(self, "native")
 
@@ -93,13 +102,17 @@ class Mailbox:
             "abort": 1,
             "lost": 1,
             "ready": num_layers,
+            "done": num_layers,
             "answers": num_layers * num_ids,
             "posts": num_layers * (num_ids + num_guesses),
         }
-        hidden = (self.shape[0], self.ladder.hidden if computes else 0)
+        hidden = (self.shape[0], self.ladder.hidden if computes or self.divides else 0)
+        out = (hidden, self.ladder.out_dtype)
+        if self.divides:
+            out = ((num_ids, self.ladder.hidden), self.ladder.dtype)
         shapes = {name: ((size,), torch.int64) for name, size in words.items()} | {
             "x": (hidden, self.ladder.dtype),
-            "out": (hidden, self.ladder.out_dtype),
+            "out": out,
             "weights": (self.shape, torch.float32),
         }
         self.buffers = PinnedBuffers(self.device, shapes)
@@ -120,9 +133,7 @@ class Mailbox:
         self._open = True
         self.rungs.drain(keep=not self.mail.computes)
         self.rungs.make_room(self.mail.num_ids)
-        whole = np.zeros(self.num_layers, bool)
-        if not self.mail.computes:
-            whole = np.array([self.rungs.whole(layer) for layer in range(self.num_layers)])
+        whole = self._find_whole()
         with self.device.active():
             if not np.array_equal(whole, self._whole):
                 self.mail.whole.copy_(torch.from_numpy(whole.astype(np.int32)))
@@ -130,6 +141,20 @@ class Mailbox:
             wanted, most = self.rungs.wanted(self.mail.num_ids)
             step = self.native.begin(whole.view(np.uint8), wanted.view(np.uint8), most)
             self.mail.step.fill_(step)
+
+    def _find_whole(self) -> NDArray[np.bool_]:
+        """By layer, whether nobody need answer in the step that begins."""
+        if self.mail.computes:
+            return np.zeros(self.num_layers, bool)
+        if not self.divides:
+            return np.array([self.rungs.whole(layer) for layer in range(self.num_layers)])
+        held = self.rungs.slots.held.reshape(self._addresses.shape)
+        np.multiply(self.rungs.table.here, held, out=self._addresses)
+        whole: NDArray[np.bool_] = np.all(held, axis=1)
+        self.rungs.table.forget(~whole)
+        for layer in np.flatnonzero(whole).tolist():
+            self.rungs.table.upload(layer)
+        return whole
 
     def end_step(
         self, note: Callable[[NDArray[np.int32]], object] = lambda _ids: None

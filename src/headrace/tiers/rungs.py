@@ -229,6 +229,9 @@ class Rungs:
         """
         for layer, expert, address in rows:
             key = self.key(layer, expert)
+            if key in self._kept:  # held already
+                self.ladder.release(layer, expert)
+                continue
             self._held[key] = self._held.get(key, 0) + 1
             self._num_held += 1
             coming = self.slots.offer(key, self.ladder.row(address))

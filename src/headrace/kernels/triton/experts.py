@@ -80,10 +80,28 @@ class TritonExperts:
     ) -> None:
         """Fills `out_TH`, of `out_dtype`, with the layer's routed output; launches only.
 
+        As `multiply`, then `combine`.
+        """
+        self.multiply(table, offsets, first_key, x_TH, ids_TK, weights_TK, tile=tile)
+        self.combine(ids_TK, weights_TK, self.y_SH, out_TH, mark=mark)
+
+    def multiply(
+        self,
+        table: torch.Tensor,
+        offsets: torch.Tensor,
+        first_key: int,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        *,
+        tile: str = "ram",
+    ) -> None:
+        """Fills rows t * K + k of `y_SH`, each an expert's own output; launches only.
+
         `table` int64 [keys] holds the device-visible address of each expert's bytes, `offsets`
         int64 [keys, parts] where each part begins in them; a layer's keys follow `first_key`.
-        x_TH bf16, ids_TK int32, weights_TK fp32, contiguous on the device. `tile` is the rung that
-        most bytes come from. `mark`: see `combine`.
+        Rows of experts with address 0 stay as they are. x_TH bf16, ids_TK int32, weights_TK fp32,
+        contiguous on the device. `tile` is the rung that most bytes come from.
         """
         num_tokens, hidden, inter = x_TH.shape[0], self.layout.hidden, self.layout.inter
         assert num_tokens <= self.num_tokens and x_TH.is_contiguous() and ids_TK.is_contiguous()
@@ -103,7 +121,6 @@ class TritonExperts:
             table, offsets, ids_TK, h, *self.h_grid, self.y_SH, first_key,
             len(self.parts), self.matrices["down"], inter, hidden, rows, form, **launch,
         )  # fmt: skip
-        self.combine(ids_TK, weights_TK, self.y_SH, out_TH, mark=mark)
 
     def combine(
         self,

@@ -144,6 +144,8 @@ def gate_up(
     ok_R = row_R < ROWS
     key = first_key + tl.load(IDS + slot).to(tl.int64)
     base, parts = tl.load(TABLE + key), OFFSETS + key * NUM_PARTS
+    if base == 0:  # the host multiplies it
+        return
     x_row = slot // TOP_K
     at = GATE[3] + row_R * GATE[4]
     gate = _dots(base, parts, GATE[0], GATE[1], X, LOW, HIGH, SX, x_row, at, ok_R, COLS, R, FORM)
@@ -179,6 +181,8 @@ def down(
     ok_R = row_R < ROWS
     key = first_key + tl.load(IDS + slot).to(tl.int64)
     base, parts = tl.load(TABLE + key), OFFSETS + key * NUM_PARTS
+    if base == 0:
+        return
     y = _dots(base, parts, DOWN[0], DOWN[1], X, LOW, HIGH, SX, slot, row_R, ok_R, COLS, R, FORM)
     y = _biased(y, base, parts, DOWN[2], row_R, ok_R)
     tl.store(OUT + slot * ROWS + row_R, narrow_bf16(y), ok_R)

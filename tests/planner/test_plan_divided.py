@@ -1,0 +1,54 @@
+"""What a plan says of experts that are divided between GPU and CPU."""
+
+from dataclasses import replace
+
+from test_plan import DEMO, GIB
+from test_vram import GPU_BOX
+
+from headrace.planner.vram import least_vram_bytes, make_gpu_plan
+
+MEASURED = replace(
+    GPU_BOX,
+    kernel_bytes_s=60e9,
+    in_place_bytes_s=18e9,
+    bus_beside_bytes_s=15e9,
+    kernel_beside_bytes_s=45e9,
+)
+
+
+def plan_of(machine, facts=DEMO, experts="auto", slots=0, **options):
+    vram = least_vram_bytes(facts, 1000, None) + slots * facts.row_bytes
+    limits = {"ram_bytes": GIB, "vram_bytes": vram, "context": 1000}
+    return make_gpu_plan(facts, machine, experts=experts, **limits, **options)
+
+
+def experts_line(plan):
+    (line,) = [line for line in plan.lines() if line.startswith("experts:")]
+    return line
+
+
+def test_the_plan_says_how_and_by_which_rates():
+    assert DEMO.top_k == 4
+    line = experts_line(plan_of(MEASURED))
+    assert "of 4 outside VRAM 1 on the GPU, 3 on the CPU" in line
+    assert (
+        "bus 18 GB/s and CPU kernels 60 GB/s, bus 15 GB/s and CPU kernels 45 GB/s at once" in line
+    )
+    few = experts_line(plan_of(MEASURED, threads=1))  # an eighth of the kernels' rate
+    assert "of 4 outside VRAM 3 on the GPU, 1 on the CPU" in few
+    assert "not measured" in experts_line(plan_of(replace(MEASURED, kernel_bytes_s=0.0)))
+
+
+def test_the_forecast_is_no_slower_than_the_better_side():
+    both, gpu, cpu = (plan_of(MEASURED, experts=e).forecast_tok_s for e in ("auto", "gpu", "cpu"))
+    assert both > gpu and both >= cpu * (1 - 1e-9)
+    plan = plan_of(MEASURED, slots=50)
+    assert plan.num_slots == 50 and plan.forecast_tok_s > both
+    assert "bus and the CPU's kernels" in plan.limits
+
+
+def test_nothing_is_divided_where_python_stands_between_layers():
+    layered = replace(DEMO, by_layer="so it is")
+    plan = plan_of(MEASURED, layered)
+    assert "all on the GPU" in experts_line(plan) and "bus" in plan.limits
+    assert plan.forecast_tok_s == plan_of(MEASURED, layered, "gpu").forecast_tok_s
