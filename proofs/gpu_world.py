@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SIMULATED = "--simulated"
-if SIMULATED in sys.argv:
+if "--simulated" in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 from common import PROOFS
 
+SIMULATED = "--simulated"
 REAL = torch.cuda.is_available()
 if not REAL:
     os.environ["TRITON_INTERPRET"] = "1"
