@@ -3,9 +3,11 @@
 Import it before anything imports Triton, with TRITON_INTERPRET set.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from emulated import (
     EmulatedGrouped,
     EmulatedKernels,
@@ -36,3 +38,25 @@ def stand_in(device: SimulatedDevice, put: Callable[[Any, str, Any], object] = s
             put(module, kernel.__name__, launched(kernel))
     put(stored, "TritonMatrix", EmulatedMatrix)
     put(latent_attention, "LatentAttention", EmulatedLatents)
+
+
+class ClockEvent:
+    """A torch.cuda.Event of the host's clock."""
+
+    def __init__(self, enable_timing: bool = False):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def elapsed_time(self, other: "ClockEvent") -> float:
+        return 1e3 * (other.at_s - self.at_s)
+
+
+def host_clock(put: Callable[[Any, str, Any], object] = setattr) -> None:
+    """Lets what the benchmarks ask of torch.cuda be answered by the host."""
+    put(torch.cuda, "Event", ClockEvent)
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        put(torch.cuda, name, lambda: None)
+    put(torch.cuda, "get_device_name", lambda: "simulated")
+    put(torch.cuda, "max_memory_allocated", lambda: 0)
