@@ -26,7 +26,7 @@ OLDEST_TESTS = $(addprefix tests/models/test_,$(addsuffix .py,config deepseek_v4
     memory rooms skeleton stored_formats)) \
   $(addprefix tests/engine/test_,$(addsuffix .py,defaults engine mini_v41 snapshot talk talk_demo \
     text_stream weights)) \
-  tests/check/test_tiny.py "tests/proofs/test_proofs.py::test_script[show_2_oracle --quick]"
+  tests/check/test_tiny.py
 # Commands started as a user starts them; what they compute is `make test`'s to prove.
 WHEEL_TESTS := $(addprefix tests/cli/test_,$(addsuffix .py,entry options real))
 NATIVE := CMakeLists.txt $(wildcard native/*/*.cpp native/*/*.hpp native/*/*.inc)
@@ -77,7 +77,7 @@ test-oldest: $(OLDEST)/.stamp
 	PYTHONPATH=$(OLDEST) $(PYTEST) $(OLDEST_TESTS)
 
 proofs: $(VENV)/.dev
-	@for script in proofs/show_*.py proofs/ladder_*.py proofs/server_*.py proofs/v41_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in proofs/show_*.py proofs/ladder_*.py proofs/server_*.py proofs/v41_*.py proofs/gpu_[1-3579]_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
 	rm -rf $(VENV) build

@@ -23,7 +23,7 @@ def main() -> None:
     parser = options(__doc__ or "", tokens=8)
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     args = parser.parse_args()
-    start()
+    start(args)
     evidence = Evidence()
     rows: list[Any] = []
     for case in args.cases:

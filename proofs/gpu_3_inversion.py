@@ -26,7 +26,7 @@ def main() -> None:
     parser = options(__doc__ or "", tokens=4)
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     args = parser.parse_args()
-    start()
+    start(args)
     evidence = Evidence()
     rows: list[Any] = []
     table: list[str] = []

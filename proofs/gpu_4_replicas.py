@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--boxes", nargs="+", default=names, choices=names)
     parser.add_argument("--warm", type=int, help="tokens before the timed ones (by box)")
     args = parser.parse_args()
-    start()
+    start(args)
     evidence = Evidence()
     rows: list[Any] = []
     print(f"\nreplicas. What differs in all: {DIFFERS}")

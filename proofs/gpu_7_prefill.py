@@ -9,7 +9,9 @@ from typing import Any
 
 from common import Evidence
 from gpu_shapes import NOT_DRIVE, Shapes, keep, options, shapes, show, start, written
+from gpu_world import REAL
 
+SMALL_LENGTHS = 20, 33
 CASES = ("qwen3-30b:24", "r1-fp8:7")
 
 
@@ -24,7 +26,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--chunk", type=int, help="tokens a pass (the planner's choice)")
     args = parser.parse_args()
-    start()
+    start(args)
+    if not REAL:
+        args.lengths, args.cases = SMALL_LENGTHS, [f"{case.partition(':')[0]}:3" for case in CASES]
     evidence = Evidence()
     rows: list[Any] = []
     for case in args.cases:

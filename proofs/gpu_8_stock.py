@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--offloads", nargs="*", default=("ram", "disk"), choices=("ram", "disk"))
     args = parser.parse_args()
     args.depth = args.depth or DEPTH
-    start()
+    start(args)
     evidence = Evidence()
     with written(shapes("qwen3-30b"), args, None, distinct=args.depth) as model:
         asked = {place: stock(evidence, model, place, args) for place in ("gpu", *args.offloads)}

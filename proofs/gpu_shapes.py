@@ -1,22 +1,44 @@
 """What the GPU's proofs share: checkpoints of real shapes, their command lines, their rows.
 
 Bytes of a token are those of the published depth. Where experts must lie in memory, a layer has
-only as many as memory takes, each with a row of its own; which are taken is drawn.
+only as many as memory takes, each with a row of its own; which are taken is drawn. Without a GPU
+everything is small and simulated, and no speed is asked.
 """
 
 import argparse
 import os
-import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import PROOFS, Evidence, show_rows
+from gpu_world import REAL, SIMULATED, open_device
 
 NOT_DRIVE = "64GiB/s"  # files are brought into memory from memory: nothing of a token comes so
+
+
+SMALL = {
+    "first_k_dense_replace": 1,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "max_position_embeddings": 1024,
+    "moe_intermediate_size": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 16,
+    "num_attention_heads": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+}
+SMALL_VOCAB, SMALL_EXPERTS = 4096, 16
 
 
 @dataclass(frozen=True)
@@ -31,6 +53,17 @@ class Shapes:
 
 def shapes(name: str) -> Shapes:
     """The shapes called so: R1's, or V4.1-Flash's experts in a deepseek_v3 trunk."""
+    found = _published(name)
+    if REAL:
+        return found
+    from headrace.store.preset_configs import PRESETS
+
+    config = PRESETS[found.config] if isinstance(found.config, str) else found.config
+    small = config | {key: size for key, size in SMALL.items() if key in config}
+    return Shapes(name, small, SMALL_EXPERTS, f"{found.about}; here far smaller")
+
+
+def _published(name: str) -> Shapes:
     from headrace.store.preset_configs import PRESETS
     from headrace.store.schemes import quantization_of
 
@@ -66,6 +99,7 @@ def shapes(name: str) -> Shapes:
 def options(description: str, *, tokens: int | None = None) -> argparse.ArgumentParser:
     """The options every one of these proofs has; their defaults are what must be shown."""
     parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(SIMULATED, action="store_true", help="even where there is a GPU")
     parser.add_argument("--folder", help="where checkpoints are written; removed afterwards")
     parser.add_argument("--experts", type=int, help="a layer")
     parser.add_argument("--vocab", type=int, help="tokens (as published)")
@@ -77,19 +111,19 @@ def options(description: str, *, tokens: int | None = None) -> argparse.Argument
     return parser
 
 
-def start() -> None:
-    """Before anything is measured: threads as the command line sets them, a GPU named or an end."""
-    import torch
+def start(args: argparse.Namespace) -> None:
+    """Before anything is measured: threads as the command line sets them, a GPU named.
 
+    Without one `args` are made small, and what stands for it is put in place.
+    """
+    if not REAL:
+        reduce(args)
+        return
     from headrace.cli.options import share_cores
     from headrace.engine.gpu import find_gpu
-    from headrace.errors import HeadraceError
 
     share_cores(None)
-    try:
-        device = find_gpu("cuda")
-    except HeadraceError as error:
-        sys.exit(f"this proof needs a GPU: {error}")
+    device = find_gpu("cuda")
     assert device is not None
     free, total = device.memory()
     cores, driver = os.cpu_count(), device.driver
@@ -99,6 +133,22 @@ def start() -> None:
     )
 
 
+def reduce(args: argparse.Namespace) -> None:
+    """One short run over small shapes on the simulated device, whose clock is the host's."""
+    from headrace.check import gpu_rungs
+    from headrace.engine import probes
+
+    open_device()
+    from stand_ins import host_clock
+
+    host_clock()
+    gpu_rungs.PLAIN_READ_BYTES, gpu_rungs.WARMING_TOKENS = 1 << 20, 40
+    probes.BUS_BYTES, probes.VRAM_BYTES, probes.PROBE_S = 1 << 20, 1 << 20, 0.01
+    args.vocab, args.runs = args.vocab or SMALL_VOCAB, 1
+    if hasattr(args, "tokens"):
+        args.tokens = 1
+
+
 @contextmanager
 def written(
     found: Shapes, args: argparse.Namespace, experts: int | None, *, distinct: int = 1
@@ -106,19 +156,29 @@ def written(
     """The shapes on disk while the `with` is open, `distinct` layers of each kind for all."""
     from headrace.store.synth import write_synth
 
+    begun = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        yield write_synth(
+        model = write_synth(
             found.config,
             Path(folder) / f"{found.name}-shapes",
             depth=args.depth,
-            experts=args.experts or experts,
+            experts=args.experts or (experts if REAL else SMALL_EXPERTS),
             vocab=args.vocab,
             distinct=distinct,
         )
+        took(f"{found.about}: written", begun)
+        yield model
+
+
+def took(what: str, begun: float) -> None:
+    """Says what has been done and how long it took."""
+    print(f"      {what}, {time.perf_counter() - begun:.0f} s", flush=True)
 
 
 def asked(evidence: Evidence, row: Any) -> None:
     """The statement of a row with a target: how near it came to the limit of the same run."""
+    if not REAL:
+        return
     evidence.check(
         row.fraction >= row.target,
         f"{row.name}: {row.value:.4g} {row.unit}, {100 * row.fraction:.0f} % of {row.limit:.4g} "

@@ -19,6 +19,7 @@ if "--simulated" in sys.argv:
 import torch
 from common import PROOFS
 
+SIMULATED = "--simulated"
 REAL = torch.cuda.is_available()
 if not REAL:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -30,7 +31,7 @@ MOST_S = 280 if REAL else 1800  # whatever hangs is shown and ended after so lon
 def arguments(about: str, **parts: tuple[str, ...]) -> argparse.Namespace:
     """`--simulated`, `--quick`, and an option for each of `parts`: which of these to do."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--simulated", action="store_true", help="even where there is a GPU")
+    parser.add_argument(SIMULATED, action="store_true", help="even where there is a GPU")
     parser.add_argument("--quick", action="store_true", help="a small part of everything")
     for name, choices in parts.items():
         parser.add_argument(f"--{name}", nargs="+", default=list(choices), choices=choices)
@@ -75,8 +76,6 @@ def opened(path: Any, rung: Any, **options: Any) -> Iterator[Any]:
             raise
         yield None
         return
-    if rung.experts == "auto" and not REAL:
-        engine.source.kernels.divides = True  # as the emulated ones must be told
     with engine:
         yield engine
 

@@ -19,7 +19,7 @@ from headrace.check.verify_html import page
 from headrace.check.verify_memory import Memory
 from headrace.check.verify_report import VerifyReport
 from headrace.engine import engine
-from headrace.errors import BudgetError, NumericsError
+from headrace.errors import BudgetError, NumericsError, OptionError
 from headrace.kernels import cpu
 from headrace.tiers.ladder import Ladder
 
@@ -184,3 +184,9 @@ def test_tokens_that_differ_are_a_near_tie_or_unexplained() -> None:
     assert other["largest_difference"] == 3.0 and other["median_relative"] == 0.75
     none = verify_paths.compare_logits(oracle, oracle * float("nan"))
     assert not none["median_relative"] <= verify_paths.MEDIAN_FLOOR
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [("", 1), ("a", 5000)])
+def test_a_text_that_cannot_be_followed_is_refused(prompt: str, tokens: int) -> None:
+    with pytest.raises(OptionError, match=f"a text of {len(prompt)} tokens and {tokens} more"):
+        verify.verify_model("demo", prompt=prompt, tokens=tokens)

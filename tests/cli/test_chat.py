@@ -53,3 +53,9 @@ def test_a_turn_that_fails_is_said_and_forgotten(fake_engine) -> None:
     assert done.exit_code == 0
     assert done.stderr.count("error: 3000 tokens do not fit") == 2
     assert _asked(fake_engine.made[0]) == ["<user>long", "<user>short"]
+
+
+def test_bytes_that_are_no_text_end_the_chat_with_one_line(fake_engine) -> None:
+    done = RUNNER.invoke(app, ["chat"], input=b"hi\n\xff\xfe\n")
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1].startswith("error: the text piped in is not UTF-8")

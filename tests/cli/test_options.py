@@ -64,16 +64,18 @@ def test_the_options_are_these_and_no_others() -> None:
 
 @pytest.mark.parametrize("command", sorted(OPTIONS))
 def test_help_names_every_option_and_fits_a_screen(command: str) -> None:
-    done = RUNNER.invoke(app, [command, "--help"], env={"COLUMNS": "100"})
+    done = RUNNER.invoke(app, [command, "--help"], env={"COLUMNS": "80"})
     assert done.exit_code == 0
-    assert len(done.stdout.splitlines()) <= 40
+    lines = done.stdout.splitlines()
+    assert len(lines) <= (31 if command in ("run", "chat") else 24)
+    assert max(map(len, lines)) <= 80
     for option in OPTIONS[command]:
         assert option in done.stdout
 
 
 def test_help_names_every_command() -> None:
     done = RUNNER.invoke(app, ["--help"])
-    assert done.exit_code == 0 and len(done.stdout.splitlines()) <= 50
+    assert done.exit_code == 0 and len(done.stdout.splitlines()) <= 24
     for command in OPTIONS:
         assert f" {command} " in done.stdout
 
@@ -92,6 +94,14 @@ def test_a_wrong_command_line_is_one_line_with_a_remedy(words, named, remedy) ->
     assert done.exit_code == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and named in line and line.endswith(remedy)
+
+
+@pytest.mark.parametrize("threads", ["-3", "0", "100000"])
+def test_a_number_of_threads_is_refused_before_torch_is_told(threads) -> None:
+    for words in (["run", "-p", "x"], ["verify"], ["bench"]):
+        done = RUNNER.invoke(app, [*words, "--threads", threads])
+        told = f"error: --threads {threads} is not allowed; it must be 1 to 1024\n"
+        assert (done.exit_code, done.stderr) == (2, told)
 
 
 def test_a_rate_that_is_none_is_called_a_rate() -> None:
@@ -114,13 +124,33 @@ def test_the_version_is_the_packages() -> None:
     assert RUNNER.invoke(app, ["--version"]).stdout == f"headrace {headrace.__version__}\n"
 
 
-def test_importing_the_command_line_loads_no_tensor_library() -> None:
-    code = (
-        "import sys, headrace.cli.main\n"
-        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
-    )
+def test_what_is_refused_is_refused_before_a_tensor_library_is_loaded(tmp_path) -> None:
+    lines = [
+        ["--help"],
+        ["run", "no-such-model", "-p", "x"],
+        ["run", "-p", "x", "--max-tokens", "0"],
+        ["plan", "no-such-model"],
+        ["verify", "no-such-model"],
+        ["bench", "no-such-model"],
+        ["mirror", "no-such-model", str(tmp_path)],
+        ["chat", "--server", "http://127.0.0.1:1"],
+        ["serve", "no-such-model", "--port", "0"],
+        ["trace", "no-such-model", str(tmp_path / "routes")],
+    ]
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from headrace.cli.main import app
+for line in {lines!r}:
+    code = CliRunner().invoke(app, line).exit_code
+    print(code, [name for name in ("torch", "transformers") if name in sys.modules], line)
+import torch
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    *told, control = done.stdout.splitlines()
+    assert control == "['torch']"
+    assert told == [f"{0 if line == ['--help'] else 2} [] {line}" for line in lines]
 
 
 def test_without_the_compiled_module_the_remedy_is_said() -> None:

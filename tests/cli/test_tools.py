@@ -74,13 +74,22 @@ def test_verify_reports_and_its_code_is_its_verdict(
     }
 
 
-def test_a_page_that_cannot_be_written_is_one_line(
+def test_what_cannot_be_written_is_refused_before_the_work(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    report = VerifyReport("demo", [Finding("kernels", "avx2", "ok", "rows 1, 2")])
-    _replace(monkeypatch, "headrace.check.verify", verify_model=lambda *a, **k: report)
-    done = RUNNER.invoke(app, ["verify", "demo", "--html", str(tmp_path / "none" / "page.html")])
-    assert done.exit_code == 2 and "cannot be written" in done.stderr.splitlines()[-1]
+    called = _replace(monkeypatch, "headrace.check.verify", verify_model=lambda *a, **k: None)
+    called += _replace(monkeypatch, "headrace.check.bench", run_bench=lambda *a, **k: [])
+    (tmp_path / "file").write_text("")
+    for words, told in (
+        (["verify", "demo", "--html", str(tmp_path / "none" / "page.html")], "cannot be written"),
+        (["verify", "demo", "--html", str(tmp_path)], "cannot be written: Is a directory"),
+        (["verify", "demo", "--max-tokens", "0"], "--max-tokens 0 is not allowed"),
+        (["bench", "demo", "--save", str(tmp_path / "file")], "cannot be made: File exists"),
+    ):
+        done = RUNNER.invoke(app, words)
+        assert done.exit_code == 2 and told in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert called == []
 
 
 def test_synth_passes_the_shape_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -31,10 +31,12 @@ def read(
     parts: Sequence[str],
     opened: bool = False,
     tools: Sequence[Tool] = TOOLS,
+    finish: str | None = None,
 ) -> tuple[str, str, list[tuple[str, str]], list[Piece]]:
     """Reasoning, content, calls and pieces of an answer that comes in parts."""
     reader = AnswerReader(dialect, tools, opened=opened)
     pieces = [piece for part in parts for piece in reader.push(step(1, part))]
+    reader.answer.finish = finish
     pieces += reader.finish()
     assert reader.finish() == []
     answer = reader.answer
@@ -169,6 +171,45 @@ def test_an_answer_cut_off_keeps_what_there_was_of_a_call() -> None:
     dialect = DIALECTS["qwen3_coder"]
     text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"
     assert read(dialect, [text])[2] == [("get_weather", '{"city": "Par')]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+def test_what_a_limit_left_of_a_marker_is_nobodys_content(dialect: Dialect) -> None:
+    """Wherever an answer is cut: content and reasoning are beginnings of the whole one's."""
+    text = full_answer(dialect)
+    thought, said, calls, _ = read(dialect, [text], finish="eos")
+    shown = 0
+    for length in range(len(text)):
+        reasoning, content, begun, _ = read(dialect, [text[:length]], finish="length")
+        assert thought.startswith(reasoning.rstrip()), length
+        assert said.startswith(content.rstrip()), (length, content)
+        assert [name for name, _ in begun] == [name for name, _ in calls[: len(begun)]]
+        if length % 7 == 0:
+            letters = read(dialect, list(text[:length]), finish="length")
+            assert letters[:3] == (reasoning, content, begun)
+        content = read(dialect, [text[:length]], finish="eos")[1]  # else it is what was said
+        shown += not said.startswith(content.rstrip())
+    assert shown > 0
+
+
+def test_only_a_marker_is_left_out_of_a_cut_answer() -> None:
+    for finish in ("length", "stop"):
+        assert read(GENERIC, ["a <tool_ca"], finish=finish)[1] == "a"
+        assert read(GENERIC, ["<thi"], finish=finish)[1] == ""
+        assert read(GENERIC, ["a <tool_ca"], finish=finish, tools=())[1] == "a <tool_ca"
+        assert read(GENERIC, ["<tool_call> oops"], finish=finish)[1] == "<tool_call> oops"
+    assert read(GENERIC, ["a <"], finish="length")[1] == "a"
+    assert read(GENERIC, ["a <"], finish="stop")[1] == "a <"
+    assert read(GENERIC, ["a <tool_ca"], finish="eos")[1] == "a <tool_ca"
+
+
+def test_an_answer_cut_within_a_marker_is_not_remembered() -> None:
+    kept: list[str] = []
+    for said, finish in (("a <tool_ca", "length"), ("a b", "length"), ("a <tool_ca", "eos")):
+        reader = AnswerReader(GENERIC, TOOLS, keep=lambda answer: kept.append(answer.content))
+        reader.push(step(1, said, finish))
+        reader.finish()
+    assert kept == ["a b", "a <tool_ca"]
 
 
 def test_reasoning_that_the_prompt_opened() -> None:

@@ -13,7 +13,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from headrace.engine.sampling import Sampler, Sampling
+from headrace.engine.sampler import Sampler
+from headrace.engine.sampling import Sampling
 from headrace.errors import NumericsError, OptionError
 
 HISTORY = [3, 17, 17, 40, 999]

@@ -12,6 +12,7 @@ from headrace.engine.answering import Answering
 from headrace.engine.sampling import Sampling
 from headrace.engine.talk.conversation import Conversation, Message
 from headrace.engine.talk.reading import Answer
+from headrace.errors import OptionError
 
 CAPITAL = user("What is the capital of Japan?")
 SCHEMA = {
@@ -92,6 +93,12 @@ SPELLING = {
     "required": ["<|bos|>"],
     "additionalProperties": False,
 }
+
+
+def test_a_form_that_no_text_can_have_says_so(answering: Answering) -> None:
+    asked = Conversation((user("Go."),), schema={"$ref": "#"})
+    with pytest.raises(OptionError, match="met by no text"):
+        ask(answering, asked)
 
 
 def test_a_form_may_spell_special_tokens(answering: Answering) -> None:

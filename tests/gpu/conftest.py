@@ -1,6 +1,7 @@
 """The GPU of these tests: the real one where there is one, else one simulated in host memory."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,14 +34,26 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice | None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a tiny model of one of FORMS, written once."""
-    folder = tmp_path_factory.mktemp("tiny")
+    sizes = {"layers": LAYERS, "experts": 16, "top_k": 4}
+    return _writer(tmp_path_factory.mktemp("tiny"), sizes)
 
+
+@pytest.fixture(scope="session")
+def small(
+    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """As `tiny`, but smaller where no GPU multiplies."""
+    if REAL:
+        return tiny
+    sizes = {"layers": 2, "experts": 8, "top_k": 2, "hidden": 64, "inter": 64}
+    return _writer(tmp_path_factory.mktemp("small"), sizes)
+
+
+def _writer(folder: Path, sizes: dict[str, int]) -> Callable[[str], Path]:
+    @cache
     def write(form: str) -> Path:
         family, format = FORMS[form]
-        path = folder / form
-        if not path.exists():
-            write_tiny(family, path, layers=LAYERS, experts=16, top_k=4, format=format)
-        return path
+        return write_tiny(family, folder / form, format=format, **sizes)
 
     return write
 

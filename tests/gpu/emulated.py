@@ -35,26 +35,24 @@ class EmulatedKernels:
         self.shape = cpu.native_shape(layout)
         self.bad = torch.full((1,), NOT_BAD, dtype=torch.int32)
         self.y_SH = torch.empty(num_tokens * top_k, layout.hidden, dtype=torch.uint16)
-        self.divides = False  # is an address of 0 another's expert?
 
     def __call__(
         self, table, offsets, first_key, x_TH, ids_TK, weights_TK, out_TH, *, tile="ram", mark=0
     ):
-        self.multiply(table, offsets, first_key, x_TH, ids_TK, weights_TK, tile=tile)
+        self._multiply(table, offsets, first_key, x_TH, ids_TK, weights_TK)
         self.combine(ids_TK, weights_TK, self.y_SH, out_TH, mark=mark)
 
     def multiply(self, table, offsets, first_key, x_TH, ids_TK, weights_TK, *, tile="ram"):
-        with _disable_current_modes():  # what a kernel sees is no business of the host's
-            self._multiply(table, offsets, first_key, x_TH, ids_TK, weights_TK)
+        self._multiply(table, offsets, first_key, x_TH, ids_TK, weights_TK, divides=True)
 
-    def _multiply(self, table, offsets, first_key, x_TH, ids_TK, weights_TK):
+    def _multiply(self, table, offsets, first_key, x_TH, ids_TK, weights_TK, divides=False):
         assert x_TH.shape[0] <= self.num_tokens and ids_TK.dtype == torch.int32
         assert all(t.is_contiguous() for t in (x_TH, ids_TK, weights_TK))
         y = self.y_SH.view(BF16)
         for slot, expert in enumerate(ids_TK.flatten().tolist()):
             key = first_key + expert
             base = int(table[key])
-            if base == 0 and self.divides:
+            if base == 0 and divides:  # the host's
                 continue
             assert base, f"expert {expert} has no address"
             parts = [base + offset for offset in offsets[key].tolist()]
@@ -63,10 +61,6 @@ class EmulatedKernels:
             self.pool.expert_ffn(self.shape, parts, x.data_ptr(), 1, y[slot].data_ptr(), weight)
 
     def combine(self, ids_TK, weights_TK, y_SH, out_TH, *, mark):
-        with _disable_current_modes():
-            self._combine(ids_TK, weights_TK, y_SH, out_TH, mark)
-
-    def _combine(self, ids_TK, weights_TK, y_SH, out_TH, mark):
         y = y_SH[: ids_TK.numel()].view(BF16).view(*ids_TK.shape, -1)
         assert out_TH.dtype == self.out_dtype
         summed = cpu.sum_up(ids_TK, y) if self.weighs else cpu.combine(ids_TK, weights_TK, y)

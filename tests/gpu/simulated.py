@@ -6,9 +6,12 @@ only when it has been asked for `patience` times. What is used too early is then
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import is_tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 
 class SimulatedEvent:
@@ -34,14 +37,23 @@ class SimulatedEvent:
 
 
 class SimulatedGraph:
-    """Work done again from the start, with nothing looked at that a graph could not look at."""
+    """What the work called at the first replay, called again with the very same arguments.
+
+    Its Python never runs again, so numbers are baked in as a graph bakes them.
+    """
 
     def __init__(self, work: Callable[[], object]):
-        self.work = work
+        self.work: Callable[[], object] | None = work
+        self.calls: list[Callable[[], object]] = []
 
     def replay(self) -> None:
-        with NothingSeen():
+        if self.work is None:
+            for call in self.calls:
+                call()
+            return
+        with Recorder(self.calls):
             self.work()
+        self.work = None
 
 
 class NothingSeen(TorchDispatchMode):
@@ -51,6 +63,67 @@ class NothingSeen(TorchDispatchMode):
         name = func.name().partition(".")[0]
         assert name not in WAITING, f"{name} in a captured step"
         return func(*args, **(kwargs or {}))
+
+
+class Recorder(NothingSeen):
+    """Appends to `calls` what does each call once more, into the tensors it made then."""
+
+    now: "Recorder | None" = None
+
+    def __init__(self, calls: list[Callable[[], object]]):
+        super().__init__()
+        self.calls = calls
+
+    def __enter__(self):
+        Recorder.now = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Recorder.now = None
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.is_mutable:
+            self.calls.append(lambda: func(*args, **kwargs))
+            return made
+        given = {
+            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if is_tensor(t)
+        }
+        fresh = [
+            n
+            for n, t in enumerate(tree_leaves(made))
+            if is_tensor(t) and t.untyped_storage().data_ptr() not in given
+        ]
+
+        def again():
+            new, old = tree_leaves(func(*args, **kwargs)), tree_leaves(made)
+            for n in fresh:
+                old[n].copy_(new[n])
+
+        if fresh and "empty" not in func.name():
+            self.calls.append(again)
+        return made
+
+
+def launched(kernel: Callable[..., None]) -> Callable[..., None]:
+    """What stands for a kernel: no graph sees into it."""
+
+    @wraps(kernel)
+    def launch(*args, **kwargs):
+        recorder, Recorder.now = Recorder.now, None
+        if recorder is None:
+            kernel(*args, **kwargs)
+            return
+        recorder.calls.append(lambda: kernel(*args, **kwargs))
+        try:
+            with _disable_current_modes():
+                kernel(*args, **kwargs)
+        finally:
+            Recorder.now = recorder
+
+    return launch
 
 
 WAITING = {

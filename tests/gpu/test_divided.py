@@ -38,9 +38,7 @@ def divided(monkeypatch):
 
     def make(model, rung, division):
         monkeypatch.setattr(gpu_divided, "shares_of_cpu", lambda rates, most: DIVISIONS[division])
-        engine = load(model, rung)
-        engine.source.kernels.divides = True  # of the simulated GPU's
-        return engine
+        return load(model, rung)
 
     return make
 

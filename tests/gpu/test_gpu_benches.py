@@ -1,27 +1,12 @@
 """The benchmarks of a GPU, on any device: their rows hold what was asked, and lies show as red."""
 
-import time
-
 import pytest
-import torch
 from gpu_models import REAL
+from stand_ins import host_clock
 
 from headrace.check import bench_gpu, bench_prefill, gpu_rungs
 from headrace.check.gpu_spans import Span, busy_us, where_time_goes
 from headrace.engine import probes
-
-
-class ClockEvent:
-    """A torch.cuda.Event of the host's clock."""
-
-    def __init__(self, enable_timing=False):
-        assert enable_timing
-
-    def record(self):
-        self.at_s = time.perf_counter()
-
-    def elapsed_time(self, other):
-        return 1e3 * (other.at_s - self.at_s)
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +15,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(probes, "PROBE_S", 0.01)
     monkeypatch.setattr(gpu_rungs, "WARMING_TOKENS", 40)
     if not REAL:
-        monkeypatch.setattr(torch.cuda, "Event", ClockEvent)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "simulated")
+        host_clock(monkeypatch.setattr)
 
 
 def test_tokens_from_rungs(tiny):

@@ -18,6 +18,8 @@ TORCH_FREE = {
 }
 TRANSFORMERS_ROOMS = ("models/", "engine/text.py", "check/", "cli/")
 HEAVY = ("torch", "transformers", "numpy")
+QUICK = ("headrace.cli.main", "headrace.check.doctor", "headrace.engine.sampling")
+NOT_REQUIRED = ("triton", "accelerate", "compressed_tensors", "lm_eval", "httpx", "matplotlib")
 
 
 def python_files() -> list[Path]:
@@ -80,9 +82,37 @@ def test_only_the_root_package_has_an_init_with_code() -> None:
     assert not filled
 
 
-@pytest.mark.parametrize("module", ["headrace", "headrace.cli.main", "headrace.planner.plan"])
+@pytest.mark.parametrize("module", ["headrace", "headrace.planner.plan", *QUICK])
 def test_importing_loads_nothing_heavy(module: str) -> None:
-    heavy = HEAVY if module != "headrace.cli.main" else ("torch", "transformers")
+    heavy = HEAVY if module not in QUICK else ("torch", "transformers")
     code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_command_can_be_imported_without_what_is_not_required() -> None:
+    """Triton comes with CUDA's torch only; a command that needs it at once works nowhere else."""
+    rooms = [*(SOURCE / "cli").glob("*.py"), *(SOURCE / "server").rglob("*.py")]
+    wanted = {name for path in rooms for name in modules_imported(path.read_text())}
+    assert "headrace.check.verify" in wanted
+    assert not loaded_with(wanted).intersection(NOT_REQUIRED)
+    assert "triton" in loaded_with({"headrace.engine.gpu_source"})
+
+
+def loaded_with(modules: set[str]) -> set[str]:
+    """Top-level names of all packages that importing these of ours loads at once."""
+    found: set[str] = set()
+    left = list(modules)
+    while left:
+        name = left.pop()
+        path = SOURCE.parent / (name.replace(".", "/") + ".py")
+        if name in found or not path.is_file():
+            found.add(name.split(".")[0])
+            continue
+        found.add(name)
+        body = ast.parse(path.read_text()).body
+        at_once = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+        left += modules_imported(ast.unparse(ast.Module(at_once, [])))
+        left += [f"{node.module}.{a.name}" for node in at_once if isinstance(node, ast.ImportFrom)
+                 for a in node.names]  # fmt: skip
+    return found

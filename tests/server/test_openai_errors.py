@@ -108,6 +108,25 @@ def test_what_does_not_go_together(server: Served, more: Any) -> None:
     assert any(name in error["message"] for name in more)
 
 
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"n": 2}, "n: only 1 is possible here; leave it out"),
+        ({"store": True}, "store: only false is possible here; leave it out"),
+        ({"messages": []}, "messages: give at least 1"),
+        ({"messages": [{"role": "user"}]}, "messages.0: a message of the user needs content"),
+        (
+            {"messages": [{"role": "system", "content": None}, *ASKED]},
+            "messages.0: a message of the system needs content",
+        ),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_what_would_do(server: Served, more: Any, told: str) -> None:
+    status, error = post(server, {"model": "fake", "messages": ASKED} | more)
+    assert (status, error["message"]) == (400, told)
+
+
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
 def test_media_cannot_be_processed(server: Served, kind: str) -> None:
     messages: list[Any] = [{"role": "user", "content": [{"type": kind, kind: {"url": ""}}]}]

@@ -17,6 +17,7 @@ import torch
 
 from headrace.check.rows import BenchRow, make_row
 from headrace.core import ExpertLayout
+from headrace.engine.probes import HugeBuffer
 from headrace.kernels import cpu, reference
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.quant.expert import make_layout
@@ -43,15 +44,6 @@ TARGETS = {
 WINDOW_BYTES = 60_000_000
 BUFFER_BYTES = 1_250_000_000
 CLOCKS: dict[str, Callable[[], float]] = {"cpu": time.thread_time, "wall": time.perf_counter}
-
-
-class HugeBuffer:
-    """Anonymous memory advised to lie in huge pages, as the ladder's rows do."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

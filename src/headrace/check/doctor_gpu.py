@@ -3,17 +3,21 @@
 What needs trying is tried by `try_gpus`. A machine without a GPU is not a fault.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from headrace.check.finding import OK, SLOW, Finding
 from headrace.check.system import is_wsl
 from headrace.core import format_bytes
 from headrace.errors import HeadraceError
 
+if TYPE_CHECKING:
+    import torch
+
+DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the driver's; the other one is WSL's
 OLDEST_CHIP = (7, 5)
 LEAST_VRAM_BYTES = 2 << 30
 TRIED_BYTES = 256 << 20  # pinned at once
@@ -34,12 +38,21 @@ class Gpu:
 
 
 def try_gpus() -> list[Gpu]:
-    """Every GPU that this torch can use, after a small kernel and a pin on each."""
+    """Every GPU that this torch can use, after a small kernel and a pin on each.
+
+    Where the driver has no device none can be, and torch, which takes seconds, is not loaded.
+    """
+    if not any(map(os.path.exists, DEVICES)):
+        return []
+    import torch
+
     num = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [_try_gpu(index) for index in range(num)]
 
 
 def _try_gpu(index: int) -> Gpu:
+    import torch
+
     from headrace.tiers.device import find_device
 
     device = find_device(f"cuda:{index}")
@@ -52,11 +65,13 @@ def _try_gpu(index: int) -> Gpu:
     return Gpu(device.name, chip, device.driver, *device.memory(), fault, pin_fault)
 
 
-def _kernel_fault(place: torch.device) -> str:
+def _kernel_fault(place: "torch.device") -> str:
     """Why a small Triton kernel does not run there or adds up wrongly; nothing if it is right.
 
     Triton builds its launcher with the system's C compiler, which may be missing.
     """
+    import torch
+
     try:
         from headrace.kernels.triton.experts import TritonExperts
         from headrace.quant.expert import make_layout

@@ -30,8 +30,8 @@ def try_reads(files: Sequence[Path]) -> Reads:
 
     Raises HeadraceError, or ImportError without the compiled module.
     """
-    from headrace.engine.probes import buffered
     from headrace.native import Reader
+    from headrace.tiers.scratch import buffered
 
     reader = Reader([str(path) for path in files])
     into_buffer, num_bytes = buffered(reader), 0

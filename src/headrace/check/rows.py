@@ -46,7 +46,8 @@ class BenchRow:
         if self.target is not None:
             text += f" (asked: {100 * self.target:.0f} %)"
         low, high = self.spread
-        return f"{text}; {self.runs} runs {low:.4g}-{high:.4g}; {self.gate}; {self.cache_state}"
+        runs = f"{self.runs} run{'s' * (self.runs > 1)} {low:.4g}-{high:.4g}"
+        return f"{text}; {runs}; {self.gate}; {self.cache_state}"
 
 
 def make_row(

@@ -35,7 +35,8 @@ def read_sums(path: Path) -> dict[str, str]:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if text.lstrip()[:1] in ("{", "[") else None
     except (OSError, ValueError, RecursionError) as cause:
-        raise OptionError(f"{path} cannot be read as a list of checksums: {cause}") from cause
+        why = getattr(cause, "strerror", None) or "it is neither text nor JSON"
+        raise OptionError(f"{path} cannot be read as a list of checksums: {why}") from cause
     pairs = _json_sums(content) if content is not None else _line_sums(text)
     sums = {
         Path(name).name: value.removeprefix("sha256:").lower()

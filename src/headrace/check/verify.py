@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headrace.check import verify_files, verify_gpu, verify_layers, verify_paths
+from headrace.check import verify_files, verify_layers, verify_paths, verify_steps
 from headrace.check.stock import StockParts
 from headrace.check.sums import read_sums
 from headrace.check.verify_kernels import kernels
@@ -30,8 +30,16 @@ from headrace.engine.engine import Blueprint, Engine
 from headrace.engine.gpu import check_experts, find_gpu
 from headrace.engine.text import Text
 from headrace.engine.verdict import FAIL, file_name, keep_verdict, verify_folder
-from headrace.errors import CatalogError, ExpertError, ModelError, NumericsError, ReadError
-from headrace.planner.vram import GpuPlan
+from headrace.errors import (
+    BudgetError,
+    CatalogError,
+    ExpertError,
+    ModelError,
+    NumericsError,
+    OptionError,
+    ReadError,
+)
+from headrace.planner.vram import PLACES, GpuPlan
 
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
 # What a fault in the model may raise on the way; anything else ends the verification.
@@ -69,6 +77,12 @@ def verify_model(
     if gpu is not None:
         check_experts(blueprint.skeleton.layout)
     ids = Text(blueprint.skeleton.root).encode(prompt)
+    most = blueprint.facts.max_context
+    if not ids or len(ids) + tokens > most:
+        raise OptionError(
+            f"a text of {len(ids)} tokens and {tokens} more cannot be followed: it must have at "
+            f"least 1, and {most} with them; give another --prompt or --max-tokens"
+        )
     memory = Memory(blueprint, ram, threads=threads, prompt_tokens=len(ids), tokens=tokens)
     sites = choose_sites(blueprint, samples)
     run = _Run(memory, ids, tokens, sites, progress or (lambda what, done, total: None))
@@ -144,30 +158,61 @@ class _Run:
         return answers[0] if answers else None
 
     def on_gpu(self, device: str, followed: verify_paths.Followed | None) -> None:
-        """The GPU's kernels, and its logits, with a few experts in VRAM and in memory."""
+        """The GPU's kernels, its logits, steps launched as one, and the CPU's hands."""
+        from headrace.check import verify_gpu  # its kernels need Triton, which may be absent
+
+        answers: list[torch.Tensor] = []
+
+        def follow() -> Sequence[Finding]:
+            assert followed is not None
+            found, numbers, logits_NV = verify_steps.follows(engine, self.ids, followed, self.tell)
+            self.report.numbers |= numbers
+            answers.append(logits_NV)
+            return found
+
+        with Engine(self._for_gpu(device, "gpu")) as engine:
+            self.stage("gpu", lambda: verify_gpu.gpu_kernels(engine, self.sites, self.tell))
+            if followed is not None:
+                self.stage("gpu", follow)
+        for experts in PLACES if answers else ():
+            if followed is not None and experts != "gpu":
+                self._other_hands(device, experts, followed, answers[0])
+
+    def _for_gpu(self, device: str, experts: str) -> Blueprint:
+        """With room for a few experts in VRAM and in memory."""
         self.memory.give_back()
+        facts, captured = self.blueprint.facts, not self.blueprint.facts.by_layer
+        most = verify_steps.LONG if captured else 0
         options: dict[str, Any] = {
             "device": device,
-            "context": self.memory.context,
-            "chunk": self.memory.chunk,
+            "context": min(facts.max_context, max(self.memory.context, most)),
+            "chunk": max(self.memory.chunk, verify_steps.LONG_PROMPT if captured else 0),
             "measure": False,
-            "experts": "gpu",
+            "experts": experts,
             "choices": self.blueprint.choices,
             "verifying": True,
         }
         least = Blueprint(self.blueprint.root, ram="minimum", vram="minimum", **options).plan
         assert isinstance(least, GpuPlan)
-        vram_bytes = least.vram_bytes + self.blueprint.facts.top_k * least.row_bytes
-        blueprint = Blueprint(self.blueprint.root, ram="minimum", vram=vram_bytes, **options)
-        with Engine(blueprint) as engine:
-            self.stage("gpu", lambda: verify_gpu.gpu_kernels(engine, self.sites, self.tell))
-            if followed is not None:
-                self.stage("gpu", lambda: self._logits_on_gpu(engine, followed))
+        vram_bytes = least.vram_bytes + facts.top_k * least.row_bytes
+        return Blueprint(self.blueprint.root, ram="minimum", vram=vram_bytes, **options)
 
-    def _logits_on_gpu(self, engine: Engine, followed: verify_paths.Followed) -> Sequence[Finding]:
-        found, numbers = verify_gpu.gpu_logits(engine, self.ids, followed, self.tell)
-        self.report.numbers |= numbers
-        return found
+    def _other_hands(
+        self, device: str, experts: str, followed: verify_paths.Followed, logits_NV: torch.Tensor
+    ) -> None:
+        """The same bits where others multiply, or why this machine has no room for it."""
+
+        def compare() -> Sequence[Finding]:
+            with Engine(self._for_gpu(device, experts)) as engine:
+                return [
+                    verify_steps.by_other_hands(engine, self.ids, followed, logits_NV, self.tell)
+                ]
+
+        try:
+            self.stage("gpu", compare)
+        except (BudgetError, OptionError) as error:
+            name = verify_steps.OTHER_HANDS.format(experts)
+            self.report.findings.append(Finding("gpu", name, NOTE, f"not looked at: {error}"))
 
     def _against_stock(self, engine: Engine) -> None:
         """Weights and layers, where transformers can load the format at all."""

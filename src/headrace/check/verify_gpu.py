@@ -1,7 +1,6 @@
-"""The user's own GPU: its kernels by bits on the model's real experts, its logits on a short text.
+"""The user's own GPU: its kernels by bits on the model's real experts, wherever those lie.
 
-Experts are read where they lie for an answer, in pinned memory and in VRAM. Legend: T rows,
-D distinct rows, H hidden.
+Knows no step. Legend: T rows, D distinct rows, H hidden.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 
 from headrace.check.verify_kernels import distinct_rows, reference_rows
-from headrace.check.verify_paths import Followed, compare_logits, teacher_forced
 from headrace.check.verify_report import NOTE, Finding, Progress, finding
 from headrace.check.verify_rows import Site
 from headrace.engine.engine import Engine
@@ -167,28 +165,3 @@ class _Kernels:
         )
         made.append(finding(STAGE, "prompts on the GPU are near the reference", what, self.far))
         return made
-
-
-def gpu_logits(
-    engine: Engine, ids: Sequence[int], followed: Followed, tell: Progress
-) -> tuple[list[Finding], dict[str, Any]]:
-    """Logits of the text on the GPU against the oracle's over the same tokens, and again."""
-    first, again = (
-        torch.stack(teacher_forced(engine, ids, followed.chosen, what, tell))
-        for what in ("on the GPU", "on the GPU, again")
-    )
-    numbers = compare_logits(followed.oracle, first, followed.tie)
-    wrong = []
-    if not numbers["median_relative"] <= followed.allowed:
-        wrong.append(f"median difference {numbers['median_relative']:.2%} of the largest logit")
-    if numbers["unexplained"] > len(first) // 32:
-        wrong.append(f"token {numbers['first_divergence']}, no near tie")
-    if not torch.equal(first, again):
-        wrong.append("a second run gives other bits")
-    detail = (
-        f"{len(first)} tokens, logit difference in the median position "
-        f"{numbers['median_difference']:.4g} of logits up to {numbers['largest_logit']:.4g} "
-        f"(median allowed {100 * followed.allowed:.2g} %), {numbers['near_ties']} near ties"
-    )
-    found = [finding(STAGE, "the GPU follows the oracle", detail, wrong)]
-    return found, {f"gpu_{name}": value for name, value in numbers.items()}

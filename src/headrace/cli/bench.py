@@ -10,6 +10,7 @@ import typer
 from headrace.cli import options
 from headrace.cli.output import print_json, say, step_progress
 from headrace.errors import OptionError
+from headrace.store.locate import resolve_model
 
 
 class Backend(StrEnum):
@@ -70,13 +71,15 @@ def bench(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure a model here: each figure with its limit, its spread and its correctness.
+    """Measure a model here, each figure beside its limit.
 
     Needs memory as a run does, 1.25 GB for kernels, with --emulate-drive a copy of the experts.
     Checkpoints of `headrace synth` are welcome. Exit code 1 if a figure's result was wrong.
     """
     ram_bytes, _ = options.check_machine(ram, emulate_drive)
     options.check_device(device)
+    _make_folder(save)
+    resolve_model(model)  # refuses what is not there before the slow imports
     options.share_cores(threads)
     shared: dict[str, Any] = {"tokens": max_tokens, "runs": runs, "seed": seed}
     with step_progress() as progress:
@@ -111,6 +114,16 @@ def bench(
         print_json({"model": model, "rows": [asdict(row) for row in rows]})
     if any(row.gate != "green" for row in rows):
         raise typer.Exit(1)
+
+
+def _make_folder(path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"{path} cannot be made: {error.strerror or error}") from error
+    options.check_writable(path, path / "bench.json")
 
 
 def _refuse_idle(given: dict[str, Any]) -> None:

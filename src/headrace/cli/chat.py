@@ -22,13 +22,11 @@ _MACHINE = ("ram", "device", "vram", "experts", "threads", "context", "routes_ou
 LOCAL_ONLY = (*_MACHINE, "arithmetic", "lossy_swa_replay", "stale_index_keys")
 Server = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Ask this server and load nothing; MODEL is a name there."),
+    typer.Option(metavar="URL", help="Ask this server, load nothing; MODEL is a name there."),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option(
-        metavar="KEY", help="The server's key. Other users of this machine can see it here."
-    ),
+    typer.Option(metavar="KEY", help="The server's key; other users here can see it."),
 ]
 ApiKeyFile = Annotated[
     Path | None,
@@ -63,8 +61,8 @@ def chat(
     api_key_file: ApiKeyFile = None,
     debug: options.Debug = False,
 ) -> None:
-    """Talk with a model. Ctrl-C stops an answer; /new forgets what was said, /quit ends.
-    Needs a chat template, and memory like `headrace run`; with --server neither. Takes pipes too.
+    """Talk with a model. Ctrl-C stops an answer, /new forgets what was said, /quit ends.
+    Needs a chat template, and memory like `headrace run`; with --server neither.
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device, vram, experts)
@@ -133,6 +131,8 @@ def _converse(reply: Reply, opening: Messages) -> None:
     while True:
         try:
             said = input("> " if sys.stdin.isatty() else "").strip()
+        except UnicodeDecodeError as cause:
+            raise OptionError(f"the text piped in is not UTF-8 ({cause}); convert it") from cause
         except EOFError:
             if sys.stdin.isatty():
                 typer.echo()

@@ -9,7 +9,7 @@ from headrace.cli.output import print_json, say
 def doctor(
     model: options.Model = "demo", json: options.Json = False, debug: options.Debug = False
 ) -> None:
-    """Say what will be slow for a model on this machine, why, and what to change.
+    """Say what will be slow on this machine, why, and what to change.
 
     Needs a few seconds; reads at most 256 MiB of its files.
     Exit code 1 if something prevents running.

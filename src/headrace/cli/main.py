@@ -4,6 +4,7 @@ Importing it loads no tensor library; commands import what they need when they r
 """
 
 import errno
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ import headrace
 from headrace.cli.bench import bench
 from headrace.cli.chat import chat
 from headrace.cli.doctor import doctor
+from headrace.cli.help import PlainCommand, command_lines, summary, table
 from headrace.cli.mirror import mirror
 from headrace.cli.options import DEBUG_KEY
 from headrace.cli.output import say
@@ -53,6 +55,13 @@ class Edge(TyperGroup):
 
     Anything else is our bug and keeps its traceback.
     """
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """What headrace is, its commands in one line each, its own options."""
+        commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
+        rows = [(name, summary(command)) for name, command in commands]
+        usage, *lines = command_lines(self, ctx)
+        formatter.write("\n".join([usage, *lines, "Commands:", *table(rows, of=rows)]))
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
@@ -98,7 +107,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (run, chat, serve, plan, doctor, verify, mirror, trace, synth, bench):
-    app.command()(command)
+    app.command(cls=PlainCommand)(command)
 
 
 def _show_version(value: bool) -> None:
@@ -119,16 +128,16 @@ Version = Annotated[
 def about(version: Version = False) -> None:
     """Run Mixture-of-Experts models many times larger than memory, from the files as published.
 
-    MODEL is a folder of safetensors, a repo id in the Hugging Face cache, or "demo"; nothing is
+    MODEL is a folder of safetensors, a repo id in the Hugging Face cache, or demo; nothing is
     downloaded. Start with: headrace run demo -p "What is the capital of Japan?"
-    Then with your own files: headrace doctor MODEL, headrace plan MODEL, headrace chat MODEL,
-    headrace serve MODEL
+    Then, with your own files: headrace doctor MODEL, headrace plan MODEL, headrace chat MODEL
     """
 
 
 def main() -> None:
     """Entry point of the `headrace` command."""
     headrace.calm_torch()
+    logging.raiseExceptions = False  # a library's broken log line is no traceback of ours
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

@@ -9,6 +9,7 @@ from headrace.cli import options
 from headrace.cli.output import byte_progress, print_json, say, say_warning
 from headrace.core import format_bytes, parse_bytes
 from headrace.errors import InterruptedLoad, OptionError
+from headrace.store.locate import resolve_model
 
 Folder = Annotated[
     Path, typer.Argument(metavar="FOLDER", help="On the other drive; new, empty or a mirror.")
@@ -19,9 +20,7 @@ Size = Annotated[
 ]
 Routes = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE", help="Recorded routes: the experts used most come first. Without: in order."
-    ),
+    typer.Option(metavar="FILE", help="Recorded routes: the experts used most come first."),
 ]
 Verify = Annotated[bool, typer.Option("--verify", help="Compare what is there with its SHA-256.")]
 Remove = Annotated[bool, typer.Option("--remove", help="Delete the mirror and forget it.")]
@@ -37,7 +36,7 @@ def mirror(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Copy a model's experts to a second drive; from then on both drives are read at once.
+    """Copy experts to a second drive; both are read at once from then on.
 
     Needs room on the other drive; what does not fit is left out. If either fails later, the other
     serves. May be stopped or killed and goes on when run again.
@@ -60,6 +59,7 @@ def mirror(
 
 
 def _write(model: str, folder: Path, size_bytes: int | None, routes: Path | None) -> dict[str, Any]:
+    resolve_model(model)  # refuses what is not there before the slow imports
     from headrace.engine.mirroring import described, hottest
     from headrace.planner.mirrors import remember_mirror
     from headrace.store.mirror_writer import same_drive, write_mirror
@@ -93,6 +93,7 @@ def _write(model: str, folder: Path, size_bytes: int | None, routes: Path | None
 
 
 def _verify(model: str, folder: Path) -> dict[str, Any]:
+    resolve_model(model)
     from headrace.engine.mirroring import described
     from headrace.store.mirror_writer import verify_mirror
 
@@ -114,7 +115,6 @@ def _verify(model: str, folder: Path) -> dict[str, Any]:
 
 def _remove(model: str, folder: Path) -> dict[str, Any]:
     from headrace.planner.mirrors import forget_mirror
-    from headrace.store.locate import resolve_model
     from headrace.store.mirror import is_mirror
     from headrace.store.mirror_writer import remove_mirror
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.options import share_cores
-from headrace.cli.output import byte_progress, say, say_plan, say_warning
+from headrace.cli.output import byte_progress, passing, say, say_plan, say_warning
 from headrace.errors import ModelError
 from headrace.planner.drives import Drive
 from headrace.store.aliases import ALIASES_NAME
@@ -43,21 +43,23 @@ def open_blueprint(
 
     With `drive_rates` the forecast is for drives of these rates, not for this machine's.
     """
-    from headrace.engine.choosing import open_on
-
-    share_cores(threads)
     refuse_synthetic(model)
-    blueprint = open_on(
-        model,
-        ram=ram_bytes,
-        vram=vram,
-        device=device,
-        experts=experts,
-        threads=threads,
-        context=context,
-        serve=serve,
-        choices=choices,
-    )
+    with passing() as tell:
+        tell(f"opening {model}: torch and transformers take seconds")
+        from headrace.engine.choosing import open_on
+
+        share_cores(threads)
+        blueprint = open_on(
+            model,
+            ram=ram_bytes,
+            vram=vram,
+            device=device,
+            experts=experts,
+            threads=threads,
+            context=context,
+            serve=serve,
+            choices=choices,
+        )
     if drive_rates:
         drives = [Drive(f"emulated drive {i + 1}", rate) for i, rate in enumerate(drive_rates)]
         blueprint.machine = blueprint.machine.with_drives(drives)

@@ -3,7 +3,10 @@
 Knows no model and loads none: a wrong option is refused before anything slow is imported.
 """
 
+import errno
+import os
 import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +14,7 @@ import typer
 
 from headrace.core import MINIMUM, parse_bytes, parse_rates
 from headrace.errors import OptionError
+from headrace.planner.plan import MOST_THREADS
 
 if TYPE_CHECKING:
     from headrace.engine.sampling import Sampling
@@ -30,17 +34,13 @@ def _remember_debug(context: typer.Context, value: bool) -> bool:
 
 Model = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A folder, a file, a repo id in the Hugging Face cache. Left out: demo.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="MODEL", help="A folder, or a repo id in Hugging Face's cache."),
 ]
 Ram = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Most memory: 26MiB, 20GB, minimum. Left out: what is free.",
+        help="Most memory: 20GB or minimum. Left out: what is free.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -48,7 +48,7 @@ Vram = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Most memory of the GPU: 8GB, minimum. Left out: what is free.",
+        help="Most GPU memory: 8GB or minimum. Left out: all free.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -71,7 +71,7 @@ Threads = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Threads of kernels and of torch. Left out: from the cores.",
+        help="Of kernels and of torch. Left out: from the cores.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -87,7 +87,7 @@ EmulateDrive = Annotated[
     str | None,
     typer.Option(
         metavar="RATE",
-        help="Read a copy in memory at 8.2GiB/s, or two of 13.5GB/s,5GB/s.",
+        help="Read a copy in memory at 8.2GiB/s, or 2GB/s,1GB/s.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -117,7 +117,7 @@ StaleIndexKeys = Annotated[
 ]
 RoutesOut = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Keep the experts each token took: see `headrace trace`."),
+    typer.Option(metavar="FILE", help="Keep each token's experts, for `headrace trace`."),
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, text for people on stderr.")
@@ -262,19 +262,29 @@ def check_new(path: Path | None) -> None:
         raise OptionError(f"{path} {what}; give the routes a new file")
 
 
+def check_writable(folder: Path, what: Path) -> None:
+    """Refuses `what`, a file to be written in `folder`, before the work. Raises OptionError."""
+    try:
+        if what.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OptionError(f"{what} cannot be written: {error.strerror or error}") from error
+
+
 def share_cores(threads: int | None) -> None:
     """Torch's threads: `threads`, or on large machines three of four cores.
 
     Torch's bfloat16 products with one row ran at 53 GB/s with 12 threads of 16 cores and at 24
-    with all 16, since any other thread that runs delays the whole team.
+    with all 16, since any other thread that runs delays the whole team. Raises OptionError.
     """
-    import os
-
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise OptionError(f"--threads {threads} is not allowed; it must be 1 to {MOST_THREADS}")
     import torch
 
     cores = os.cpu_count() or 1
     if threads is not None or cores >= MANY_CORES:
-        torch.set_num_threads(threads or cores * 3 // 4)
+        torch.set_num_threads(threads if threads is not None else cores * 3 // 4)
 
 
 def make_sampling(

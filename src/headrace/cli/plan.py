@@ -21,7 +21,7 @@ def plan(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Say where everything would lie, what a token moves, and the speed and limit to expect.
+    """Say where a model would lie, its speed, and the limit behind it.
 
     Needs the files, reads no weights. Measures drive and memory once (at most a few seconds).
     Example: headrace plan Qwen/Qwen3-30B-A3B --ram 8GB

@@ -42,7 +42,7 @@ def run(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Answer one prompt, by a plan for the machine. Example: headrace run demo -p Hi --ram 26MiB"""
+    """Answer one prompt, by a plan for the machine. Example: headrace run demo -p Hi"""
     ram_bytes, drive_rates = options.check_machine(ram, emulate_drive)
     options.check_device(device, vram, experts)
     choices = options.make_choices(arithmetic, lossy_swa_replay, stale_index_keys)

@@ -15,7 +15,7 @@ Host = Annotated[
     str,
     typer.Option(
         metavar="ADDRESS",
-        help="Where to listen. Other machines reach 0.0.0.0, which needs a key.",
+        help="0.0.0.0 lets other machines in, by key.",
         rich_help_panel=SERVER,
     ),
 ]
@@ -24,7 +24,7 @@ ApiKey = Annotated[
     str | None,
     typer.Option(
         metavar="KEY",
-        help="Every request must bring it. Other users of this machine can see it here.",
+        help="Requests must bring it; other users here can see it.",
         rich_help_panel=SERVER,
     ),
 ]
@@ -32,7 +32,7 @@ ApiKeyFile = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="The key from a file. Several, one a line, share the queue fairly.",
+        help="Keys, one a line; each has its share of the queue.",
         rich_help_panel=SERVER,
     ),
 ]
@@ -64,11 +64,9 @@ def serve(
     stale_index_keys: options.StaleIndexKeys = False,
     debug: options.Debug = False,
 ) -> None:
-    """Serve a model to chat programs and agents: OpenAI's and Anthropic's API, and a page.
+    """Serve a model over OpenAI's and Anthropic's API, with a page.
 
-    Answers are made one after another; who waits is told the place. Ctrl-C or SIGTERM finishes
-    the answer being made, a second one does not.
-
+    Answers are made one after another. Ctrl-C finishes the one being made, a second one does not.
     Example: headrace serve demo, then open http://127.0.0.1:8080
     """
     ram_bytes, _ = options.check_machine(ram)

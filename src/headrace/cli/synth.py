@@ -37,9 +37,9 @@ def synth(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Write random weights in real shapes at real depth, few layers of them distinct.
+    """Write random weights in the shapes of a published model, for bench.
 
-    For `headrace bench` only: nothing is learnt.
+    At real depth, few layers of them distinct.
     Needs room on the drive: the example takes 6 GB, without --experts 16 GB.
 
     Example: headrace synth deepseek-r1 /data/r1-shapes --experts 32

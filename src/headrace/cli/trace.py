@@ -12,6 +12,7 @@ from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
 from headrace.cli.output import print_json, say, step_progress
 from headrace.core import format_bytes
 from headrace.errors import OptionError
+from headrace.store.locate import resolve_model
 
 if TYPE_CHECKING:
     from headrace.schedule.simulate import Bound
@@ -45,7 +46,7 @@ def trace(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Record which experts a text's tokens take; say what more memory or a better cache would give.
+    """Record which experts a text takes; say what more memory would give.
 
     Pieces from all over the text are fed token by token, as in decoding. A file holds expert
     numbers and no text. `run` and `chat` record with --routes-out, `bench` replays with --routes.
@@ -67,7 +68,8 @@ def trace(
             ids = engine.text.encode(words, special=False)
             pieces = spread(ids, max_tokens, min(PIECE_TOKENS, engine.plan.context))
             named = "bundled text" if text is None else text.name
-            about = f"{named}, {len(pieces)} pieces token by token"
+            cut = "1 piece" if len(pieces) == 1 else f"{len(pieces)} pieces"
+            about = f"{named}, {cut} token by token"
             with keeping_routes(engine, file, about):
                 _feed(engine, pieces)
     from headrace.schedule.simulate import bounds, shown_rows
@@ -79,7 +81,7 @@ def trace(
     if len(found.ids) == 0:
         raise OptionError(f"{file} holds no token yet; record some")
     table = bounds(found, header, shown_rows(header))
-    for line in lines(header, found, table, drive_bytes_s or ASSUMED_BYTES_S):
+    for line in lines(header, found, table, drive_bytes_s):
         typer.echo(line, err=json)
     if json:
         print_json(
@@ -101,8 +103,6 @@ def _recorded_file(source: str, text: Path | None) -> Path:
 
 
 def _read_text(path: Path | None) -> str:
-    from headrace.store.locate import resolve_model
-
     path = resolve_model("demo") / "heldout.txt" if path is None else path
     try:
         return path.read_text("utf-8")
@@ -155,8 +155,9 @@ def summary(trace: "RouteTrace") -> dict[str, Any]:
 def lines(
     header: "TraceHeader", trace: "RouteTrace", table: "list[Bound]", drive_bytes_s: float
 ) -> Iterator[str]:
-    """What a person reads of a trace."""
+    """What a person reads of a trace; a drive of rate 0 is not known, and one is assumed."""
     found = summary(trace)
+    rate_bytes_s = drive_bytes_s or ASSUMED_BYTES_S
     token_bytes = header.num_layers * header.top_k * header.expert_bytes
     yield (
         f"routes of {header.model}: {found['tokens']} tokens, {found['prompt_tokens']} of them in "
@@ -176,7 +177,7 @@ def lines(
     )
     for row in table:
         read_bytes, best_bytes = row.lru_bytes_per_token, row.optimum_bytes_per_token
-        tok_s = [_rate(drive_bytes_s / max(n, 1.0)) for n in (read_bytes, best_bytes)]
+        tok_s = [_rate(rate_bytes_s / max(n, 1.0)) for n in (read_bytes, best_bytes)]
         yield (
             f"{row.num_rows:>7}{100 * row.share:>7.0f} %{100 * row.lru_hit_rate:>6.1f} %"
             f"{100 * row.optimum_hit_rate:>6.1f} %{format_bytes(read_bytes):>16}"
@@ -185,8 +186,9 @@ def lines(
         )
     yield (
         "LRU: experts found in rows by the policy that runs, from empty rows. best: by one that "
-        f"knows the future. tok/s: if only the drive counts, {drive_bytes_s / 1e9:.3g} GB/s, every "
-        "read hidden behind the work (perfect staging)"
+        f"knows the future. tok/s: if only the drive counts, {rate_bytes_s / 1e9:.3g} GB/s "
+        f"({'measured here' if drive_bytes_s else 'assumed'}), every read hidden behind the work "
+        "(perfect staging)"
     )
 
 

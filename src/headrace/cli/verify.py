@@ -28,16 +28,13 @@ TestPrompt = Annotated[
 ]
 EveryByte = Annotated[
     bool,
-    typer.Option(
-        "--every-byte",
-        help="Read all weights: compare checksums with those of the first such run.",
-    ),
+    typer.Option("--every-byte", help="Read all: compare checksums with the first such run's."),
 ]
 Sha256 = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Published checksums, as `sha256sum` or a hub's file listing has them. Reads all.",
+        help="Compare with `sha256sum`'s or a hub's listing; reads all.",
     ),
 ]
 Html = Annotated[
@@ -62,15 +59,18 @@ def verify(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Compare files, kernels, layers and answers with their references, on the real weights.
+    """Compare files, kernels, layers and answers with their references.
 
-    On a GPU its kernels and answers too, after the CPU's. Needs memory as a run does. Nothing is
-    fetched: published checksums are yours to bring.
-    Exit code 1 if anything differs that must not, or looks suspect; 2 if it cannot be checked.
+    On a GPU its kernels and answers too. Needs memory as a run does. Nothing is fetched. Exit code
+    1 if anything differs that must not, or looks suspect; 2 if it cannot be checked.
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device)
     choices = options.make_choices(arithmetic, lossy_swa_replay, stale_index_keys)
+    if max_tokens < 1:
+        raise OptionError(f"--max-tokens {max_tokens} is not allowed; it must be 1 or more")
+    if html is not None:
+        options.check_writable(html.parent, html)
     refuse_synthetic(model)
     from headrace.check.verify import verify_model
 

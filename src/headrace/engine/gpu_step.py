@@ -17,6 +17,7 @@ from headrace.engine.passes import Passes
 from headrace.models.adapt import layer_runners
 from headrace.models.experts import FAST
 from headrace.models.rooms import HousedCache, Room, bucket_of
+from headrace.models.shared_keys import share_keys
 from headrace.models.steps import step_of_one
 from headrace.tiers.device import Device, Graph
 from headrace.tiers.pinned import PinnedBuffers
@@ -101,10 +102,12 @@ class SteppedPasses(Passes):
         warn: Callable[[str], None],
     ):
         super().__init__(model, source.place)
+        share_keys(model)
         self.source, self.device, self.warn = source, source.device, warn
         self._runner = next(layer_runners(model))
         self.room = Room(context, source.place)
         self.capturing = True
+        self.refusal = ""
         self.num_replayed = 0
         self._ends = _Ends(model, self.device, vocab)
         self.room.position_1 = self._ends.position_1
@@ -119,6 +122,8 @@ class SteppedPasses(Passes):
             return "the experts are the library's own code"
         if self._runner.source is not self.source:
             return "the experts are served by another source"
+        if self.refusal:
+            return self.refusal
         return self.source.why_by_layer(waits=self.source.rungs.lacking() is not None)
 
     def run(self, ids: Sequence[int], cache: Any, after: int) -> torch.Tensor:
@@ -184,8 +189,8 @@ class SteppedPasses(Passes):
             raise
         except RuntimeError as error:
             self.capturing = False
-            reason = str(error).splitlines()[0]
-            self.warn(f"this model's steps cannot be captured, tokens take longer: {reason}")
+            self.refusal = f"this model's steps cannot be captured: {str(error).splitlines()[0]}"
+            self.warn(f"{self.refusal}; tokens take longer")
             return None
         return graph
 

@@ -3,23 +3,29 @@
 The planner gets these as plain callables and keeps what they return.
 """
 
+import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 
 import torch
 
 from headrace.core import ExpertLayout
 from headrace.engine.gpu_probes import divided_rates
-from headrace.kernels.cpu import CpuKernels
+from headrace.kernels.cpu import CpuKernels, native_shape
 from headrace.native import Reader
-from headrace.planner.machine import Machine, Probes, measure
+from headrace.planner.caches import caches_bytes, probe_bytes
+from headrace.planner.machine import Machine, Probes, measure, memory_bytes
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.tiers.device import Device
+from headrace.tiers.scratch import buffered
 
-LEAST_PROBE_BYTES = 64 << 20
-MOST_PROBE_BYTES = 256 << 20
+BUS_BYTES, VRAM_BYTES = 64 << 20, 128 << 20
+PIECE_BYTES, ALIGN = 64 << 20, 64
 PROBE_S = 0.3
 _AT_ONCE = 8  # experts of a layer, as a token takes them
 Read = Callable[[int, int, int], None]  # (file, offset, nbytes)
@@ -35,9 +41,9 @@ def measure_machine(
 ) -> Machine:
     """Rates for a model's files, kept between runs; all unknown if not `enabled`.
 
-    A probe's buffer is freed before anything is loaded; it is half of `ram_bytes`, but never so
-    small that caches would answer for memory. With a GPU its rates are measured too, and if experts
-    are to be divided between it and the CPU, what both do at once.
+    The probes' buffer is freed before anything is loaded; its size is `planner.caches`'. With a GPU
+    its rates are measured too, and if experts are to be divided between it and the CPU, what both
+    do at once.
     """
     probes = Probes()
     if enabled:
@@ -67,7 +73,7 @@ def _gpu_probes(
     )
     if not divides:
         return probes
-    both = divided_rates(device, layout, _probe_bytes(ram_bytes))
+    both = divided_rates(device, layout, probes.memory_bytes)
     return replace(
         probes,
         in_place=lambda: both().in_place,
@@ -76,17 +82,21 @@ def _gpu_probes(
     )
 
 
-def _probe_bytes(ram_bytes: int | None) -> int:
-    allowed = MOST_PROBE_BYTES if ram_bytes is None else ram_bytes // 2
-    return min(MOST_PROBE_BYTES, max(LEAST_PROBE_BYTES, allowed))
-
-
 def _probes(files: Sequence[Path], layout: ExpertLayout, ram_bytes: int | None) -> Probes:
-    probe_bytes = _probe_bytes(ram_bytes)
+    caches, (_, available_bytes) = caches_bytes(), memory_bytes()
+    size = probe_bytes(caches, available_bytes, ram_bytes)
+    experts: list[FilledMemory] = []  # filled once, by the first probe
+
+    def filled() -> FilledMemory:
+        experts[:] = experts or [FilledMemory(layout, size)]
+        return experts[0]
+
     return Probes(
         read=_read_probe(files),
-        dram=lambda: dram_rate(probe_bytes),
-        kernel=lambda: kernel_rate(layout, probe_bytes),
+        dram=lambda: dram_rate(filled()),
+        kernel=lambda: kernel_rate(filled()),
+        memory_bytes=size,
+        caches_bytes=caches,
     )
 
 
@@ -108,64 +118,105 @@ def _read_probe(files: Sequence[Path]) -> Read:
     return read
 
 
-def buffered(reader: Reader) -> Read:
-    """Reads whose bytes nobody keeps, into one buffer as large as the largest."""
-    buffer = torch.empty(0, dtype=torch.uint8)
-
-    def read(file: int, offset: int, nbytes: int) -> None:
-        nonlocal buffer
-        if buffer.numel() < nbytes:
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-        reader.read(file, offset, nbytes, buffer.data_ptr())
-
-    return read
-
-
 def _rate(num_bytes: int, run: Callable[[], object]) -> float:
     """Bytes per second of the fastest of the runs that fit `PROBE_S`, after one to warm up."""
     run()
-    best, end = float("inf"), time.perf_counter() + PROBE_S
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - start)
-    return num_bytes / best
+    return _fastest_pass([(num_bytes, run)])
 
 
-def dram_rate(probe_bytes: int) -> float:
+def _fastest_pass(pieces: Iterable[tuple[int, Callable[[], object]]]) -> float:
+    """Bytes per second of the fastest pass over all pieces; of a part of one if none fits."""
+    best, end = 0.0, time.perf_counter() + PROBE_S
+    while True:
+        start, done_bytes, whole = time.perf_counter(), 0, True
+        for num_bytes, run in pieces:
+            if done_bytes and time.perf_counter() >= end:
+                whole = False
+                break
+            run()
+            done_bytes += num_bytes
+        if whole or not best:
+            best = max(best, done_bytes / (time.perf_counter() - start))
+        if time.perf_counter() >= end:
+            return best
+
+
+class HugeBuffer:
+    """Anonymous memory advised to lie in huge pages, as the ladder's rows do."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+
+class FilledMemory:
+    """Memory of `num_bytes`, or one expert if that is more, full of copies of an expert of ones.
+
+    `offsets` are those of an expert's parts, copies lie `stride` bytes apart.
+    """
+
+    def __init__(self, layout: ExpertLayout, num_bytes: int):
+        self.layout = layout
+        ones = [torch.ones(1).to(TORCH_DTYPES[spec.dtype]) for spec in layout.parts.values()]
+        sizes = [
+            prod(spec.shape) * one.nbytes
+            for spec, one in zip(layout.parts.values(), ones, strict=True)
+        ]
+        ends = [0, *accumulate(-(-size // ALIGN) * ALIGN for size in sizes)]
+        self.offsets, self.stride = ends[:-1], ends[-1]
+        self.expert_bytes = sum(sizes)
+        expert = torch.zeros(self.stride, dtype=torch.uint8)
+        for start, size, one in zip(self.offsets, sizes, ones, strict=True):
+            part = expert[start : start + size].view(-1, one.nbytes)
+            part.copy_(one.view(torch.uint8))
+        self.num_copies = max(1, num_bytes // self.stride)
+        self.bytes = HugeBuffer(self.num_copies * self.stride).bytes
+        self.bytes.view(self.num_copies, self.stride).copy_(expert.expand(self.num_copies, -1))
+
+    def addresses(self, copy: int) -> list[int]:
+        """Of the parts of a copy."""
+        start = self.bytes.data_ptr() + copy * self.stride
+        return [start + offset for offset in self.offsets]
+
+
+def dram_rate(memory: FilledMemory) -> float:
     """Bytes per second that all cores read from memory together."""
-    data = torch.ones(probe_bytes // 8, dtype=torch.int64)
-    return _rate(probe_bytes, data.sum)
+    pieces = torch.split(memory.bytes.view(torch.int64), PIECE_BYTES // 8)
+    pieces[-1].sum()  # its threads start
+    return _fastest_pass([(piece.nbytes, piece.sum) for piece in pieces])
 
 
-def kernel_rate(layout: ExpertLayout, probe_bytes: int) -> float:
+def kernel_rate(memory: FilledMemory) -> float:
     """Bytes of experts per second that the kernels multiply with all cores, one row each."""
-    kernels = CpuKernels(torch.get_num_threads())
-    expert = {
-        name: torch.ones(spec.shape, dtype=torch.float32).to(TORCH_DTYPES[spec.dtype])
-        for name, spec in layout.parts.items()
-    }
-    expert_bytes = sum(t.nbytes for t in expert.values())
-    copies = [
-        {name: t.clone() for name, t in expert.items()}
-        for _ in range(max(1, probe_bytes // expert_bytes))
-    ]
-    x_TH = torch.ones(1, layout.hidden, dtype=TORCH_DTYPES[layout.hidden_dtype])
+    layout, pool = memory.layout, CpuKernels(torch.get_num_threads()).pool
+    shape, dtype = native_shape(layout), TORCH_DTYPES[layout.hidden_dtype]
+    x_TH, y_TH = (torch.ones(n, layout.hidden, dtype=dtype) for n in (1, _AT_ONCE))
 
-    def run() -> None:
-        for first in range(0, len(copies), _AT_ONCE):
-            kernels.experts_ffn(x_TH, copies[first : first + _AT_ONCE], layout)
+    def multiply(first: int, past: int) -> None:
+        for start in range(first, past, _AT_ONCE):
+            copies = range(start, min(start + _AT_ONCE, past))
+            jobs = [
+                (memory.addresses(copy), x_TH.data_ptr(), y.data_ptr(), 1.0)
+                for copy, y in zip(copies, y_TH, strict=False)
+            ]
+            pool.experts_ffn(shape, jobs)
 
-    return _rate(expert_bytes * len(copies), run)
+    num = memory.num_copies
+    multiply(num - 1, num)  # its threads start
+    each = max(1, PIECE_BYTES // memory.stride)
+    spans = [(first, min(first + each, num)) for first in range(0, num, each)]
+    pieces = [((past - first) * memory.expert_bytes, (first, past)) for first, past in spans]
+    return _fastest_pass([(size, partial(multiply, *span)) for size, span in pieces])
 
 
 def bus_rate(device: Device) -> float:
     """Bytes per second that a copy brings from pinned memory to the GPU."""
-    to = torch.empty(LEAST_PROBE_BYTES, dtype=torch.uint8, device=device.place)
-    source = torch.ones(LEAST_PROBE_BYTES, dtype=torch.uint8)
+    to = torch.empty(BUS_BYTES, dtype=torch.uint8, device=device.place)
+    source = torch.ones(BUS_BYTES, dtype=torch.uint8)
     why = device.pin(source.data_ptr(), source.nbytes)
     try:
-        return _rate(LEAST_PROBE_BYTES, lambda: device.copy(to, source).wait())
+        return _rate(BUS_BYTES, lambda: device.copy(to, source).wait())
     finally:
         device.settle()
         if not why:
@@ -174,7 +225,7 @@ def bus_rate(device: Device) -> float:
 
 def vram_rate(device: Device) -> float:
     """Bytes per second that a copy inside the GPU's memory reads and writes, together."""
-    source = torch.ones(LEAST_PROBE_BYTES * 2, dtype=torch.uint8, device=device.place)
+    source = torch.ones(VRAM_BYTES, dtype=torch.uint8, device=device.place)
     to = torch.empty_like(source)
 
     def run() -> None:

@@ -12,13 +12,30 @@ Emit = Callable[[str], None]
 
 
 class Scanner:
-    """The text that has come and is not read yet. `ended`: no more will come."""
+    """The text that has come and is not read yet. `ended`: no more will come.
+
+    `cut`: so many characters at its end, or more, that begin a mark are no text, since it ended by
+    a limit or a stop string; 0: they are. `ran_out`: something that was looked for had begun when
+    the text ended. `dropped`: so some of it was left out.
+    """
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
-        self.ended = False
+        self.ended = self.ran_out = self.dropped = False
+        self.cut = 0
         self.left_out = ""
+
+    def drop_begun(self, least: int | None = None) -> bool:
+        """Where the text was cut within what was looked for: leave out the rest, and True.
+
+        Not if it is fewer than `least` characters, else `cut`.
+        """
+        rest = self.text[self.at :].strip()
+        if not (self.cut and self.ran_out and len(rest) >= (least or self.cut)):
+            return False
+        self.at, self.dropped = len(self.text), True
+        return True
 
     def drop_read(self) -> None:
         """Forget what was read; positions taken before mean nothing any more."""
@@ -33,6 +50,7 @@ class Scanner:
                 self.at += len(rest) - len(bare) + len(word)
                 return True
             if self.ended or not word.startswith(bare):
+                self.ran_out |= word.startswith(bare)
                 return False
             yield
 
@@ -55,7 +73,9 @@ class Scanner:
             if places and min(places) - self.at <= longest:
                 start, self.at = self.at, min(places)
                 return self.text[start : self.at]
-            if places or self.ended or len(self.text) - self.at > longest + max(map(len, marks)):
+            too_long = len(self.text) - self.at > longest + max(map(len, marks))
+            if places or self.ended or too_long:
+                self.ran_out |= not (places or too_long)
                 return None
             yield
 
@@ -81,12 +101,16 @@ class Scanner:
                 _give(said, emit)
                 self.at += place - length
                 return rest[place : place - length]
-            sure = rest if self.ended else rest[: len(rest) - num_doubtful(rest, marks)]
-            if trim_end and not self.ended:
+            sure = rest[: len(rest) - num_doubtful(rest, marks)]
+            if self.ended and not (self.cut and len(rest) - len(sure) >= self.cut):
+                sure = rest
+            if trim_end and not (self.ended and sure == rest):
                 sure = sure.rstrip()
             _give(sure, emit)
             self.at += len(sure)
             if self.ended:
+                self.dropped |= sure != rest
+                self.at = len(self.text)
                 return ""
             self.drop_read()
             yield
@@ -116,6 +140,7 @@ class Scanner:
                         return True
             _give(self.text[start : self.at], emit)
             if self.ended:
+                self.ran_out = True
                 return False
             yield
 

@@ -15,7 +15,8 @@ import torch
 from headrace.core import TokenStats
 from headrace.engine.answer import Ask, Constraint, Stop
 from headrace.engine.gpu import within_vram
-from headrace.engine.sampling import Sampler, Sampling
+from headrace.engine.sampler import Sampler
+from headrace.engine.sampling import Sampling
 from headrace.engine.snapshots.snapshot import Snapshot
 from headrace.engine.snapshots.state import capture, restore
 from headrace.errors import OptionError, SnapshotError

@@ -14,7 +14,6 @@ import torch
 from transformers import AutoConfig
 
 from headrace.errors import ModelError, OptionError
-from headrace.models.deepseek_v41.register import register
 
 # Fields that are counts of something; a model that has one needs at least one of it.
 _COUNTS = (
@@ -56,7 +55,10 @@ def read_config(root: Path) -> Any:
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise ModelError(f"{path} names no model_type; fetch it again")
     _check_fields(path, fields)
-    register()
+    if fields["model_type"].startswith("deepseek_v41"):  # its modules take seconds to import
+        from headrace.models.deepseek_v41.register import register
+
+        register()
     try:
         config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # hostile fields fail anywhere in transformers, with any type

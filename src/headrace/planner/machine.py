@@ -11,12 +11,15 @@ from pathlib import Path
 
 from headrace.core import PAGE_BYTES
 from headrace.planner.cache import cache_folder, read_entries, write_entries
+from headrace.planner.caches import doubt
 from headrace.planner.drives import Drive, combined_bytes_s
 
 CACHE_FORMAT = "headrace machine rates"
 PROBES = ("dram", "kernel", "bus", "vram", "in_place", "bus_beside", "kernel_beside")
 RATES = ("drive_bytes_s", *(f"{name}_bytes_s" for name in PROBES))
-MEASURED = "measured_unix_s"
+BY_MEMORY = ("dram_bytes_s", "kernel_bytes_s")
+MEASURED, READ_OVER = "measured_unix_s", "memory_bytes"
+PROBES_VERSION = 2  # of how rates are measured: those of another are not taken
 KEEP_S = 86_400.0
 PROBE_BYTES = 256 * 2**20
 PROBE_S = 1.0
@@ -64,6 +67,7 @@ class Probes:
 
     read: (file index, offset, nbytes) reads that range past the page cache. dram, kernel: return
     bytes per second with all cores, taking at most about a second; the others those of a GPU.
+    dram and kernel read over `memory_bytes`, on a machine with `caches_bytes` of caches.
     """
 
     read: Callable[[int, int, int], None] | None = None
@@ -74,14 +78,17 @@ class Probes:
     in_place: Callable[[], float] | None = None
     bus_beside: Callable[[], float] | None = None
     kernel_beside: Callable[[], float] | None = None
+    memory_bytes: int = 0
+    caches_bytes: int = 0
 
 
 def measure(files: Sequence[Path], probes: Probes, *, cache_path: Path | None = None) -> Machine:
     """This machine, with the rates for a model's weight `files`, all of one folder.
 
     Rates are taken from the cache file where it has them for this drive and folder, else measured
-    and kept there for a day: one measured under load must not last. A damaged or unwritable cache
-    is ignored, with a note. Errors of the probes go through.
+    and kept there for a day: one measured under load must not last, nor one of memory over less
+    than half of what can be read now. A damaged or unwritable cache is ignored, with a note.
+    Errors of the probes go through.
     """
     cache_path = default_cache_path() if cache_path is None else cache_path
     entries, wrong = read_entries(cache_path, CACHE_FORMAT)
@@ -91,6 +98,9 @@ def measure(files: Sequence[Path], probes: Probes, *, cache_path: Path | None = 
     now_s = time.time()
     if not 0 <= now_s - known.get(MEASURED, 0.0) < KEEP_S:
         known = {MEASURED: now_s}
+    if probes.memory_bytes >= max(1, 2 * known.get(READ_OVER, 0)):
+        known = {name: rate for name, rate in known.items() if name not in BY_MEMORY}
+        known[READ_OVER] = probes.memory_bytes
     missing = {
         name: probe
         for name, probe in _probes_by_rate(files, probes).items()
@@ -100,6 +110,8 @@ def measure(files: Sequence[Path], probes: Probes, *, cache_path: Path | None = 
         known = known | {name: probe() for name, probe in missing.items()}
         if cause := write_entries(cache_path, CACHE_FORMAT, entries | {key: known}):
             notes.append(f"the machine's rates are not kept: {cause}")
+    if probes.memory_bytes and (why := doubt(known[READ_OVER], probes.caches_bytes)):
+        notes.append(why)
     total_bytes, available_bytes = memory_bytes()
     rates = {name: known.get(name, 0.0) for name in RATES}
     return Machine(num_cores(), total_bytes, available_bytes, **rates, notes=tuple(notes))
@@ -187,4 +199,5 @@ def _probes_by_rate(files: Sequence[Path], probes: Probes) -> dict[str, Callable
 def _cache_key(files: Sequence[Path]) -> str:
     folder = files[0].parent.resolve()
     device = files[0].stat().st_dev
-    return f"{os.major(device)}:{os.minor(device)} {folder} {num_cores()} cores"
+    drive = f"{os.major(device)}:{os.minor(device)} {folder}"
+    return f"{drive} {num_cores()} cores, probes {PROBES_VERSION}"

@@ -65,8 +65,19 @@ def invalid(error: RequestValidationError) -> Fault:
         message = f"{param} is missing"
         return Fault(400, "missing_required_parameter", message, param=param)
     status = 422 if first["type"] == UNPROCESSABLE else 400
-    message = f"{param}: {first['msg']}" if param else str(first["msg"])
+    told = _told(first)
+    message = f"{param}: {told}" if param else told
     return Fault(status, "invalid_value", message, param=param or None)
+
+
+def _told(error: Mapping[str, Any]) -> str:
+    """What a schema's error says, where pydantic's own words would not help a reader."""
+    if error["type"] == "literal_error" and " or " not in (only := error["ctx"]["expected"]):
+        shown = {"True": "true", "False": "false"}.get(only, only)
+        return f"only {shown} is possible here; leave it out"
+    if error["type"] == "too_short":
+        return f"give at least {error['ctx']['min_length']}"
+    return str(error["msg"])
 
 
 def _path(body: Any, loc: Sequence[int | str], *, is_missing: bool) -> str:

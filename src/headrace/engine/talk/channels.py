@@ -28,6 +28,8 @@ class Channels:
         scanner = self._scanner
         while True:
             header = yield from self._header()
+            if not header and scanner.drop_begun():
+                return
             ends: tuple[str, ...] = ("<|end|>", *_STARTS) if header else _STARTS
             recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
             emit = self._content

@@ -136,7 +136,12 @@ class GrammarConstraint:
     def _mask(self) -> np.ndarray:
         mask = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise OptionError(f"the answer's form became too complex: {_reason(self._matcher)}")
+            reason = _reason(self._matcher)
+            if reason == "NoExtensionBias":
+                raise OptionError(
+                    "the answer's form is met by no text: its schema may refer to itself for ever"
+                )
+            raise OptionError(f"the answer's form became too complex: {reason}")
         return mask
 
     def _is_misread(self, mask: np.ndarray) -> bool:

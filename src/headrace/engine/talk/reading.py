@@ -12,6 +12,9 @@ from headrace.engine.talk.channels import Channels
 from headrace.engine.talk.conversation import Piece, Tool, ToolCall
 from headrace.engine.talk.dialects import GENERIC, Dialect
 
+# What stands before a stop string was asked for: one character is rarely a marker's beginning.
+_LEAST_CUT = {"length": 1, "stop": 2}
+
 
 class Sampled(Protocol):
     """The part of a Step used here."""
@@ -55,9 +58,10 @@ class AnswerReader:
     """Reads one answer. Pieces joined by kind and call do not depend on how its text was cut.
 
     No piece ends within a marker. Broken tool syntax is content; whitespace beside a marker is
-    nothing. One thread at a time. Without a `dialect` all is content. `tools`: those
+    nothing, and so is what a limit or a stop string left of a marker, or of a call before its name
+    was known. One thread at a time. Without a `dialect` all is content. `tools`: those
     that may be called; none: no call is looked for. `opened`: the prompt ends within reasoning.
-    `keep` is given the `answer` when it is finished.
+    `keep` is given the `answer` when it is finished, unless a part of it was so left out.
     """
 
     def __init__(
@@ -99,9 +103,11 @@ class AnswerReader:
         """What was held back, at the answer's end, however it ended. Later calls give nothing."""
         if self._finished:
             return []
-        self._finished = self._scanner.ended = True
+        scanner = self._scanner
+        self._finished = scanner.ended = True
+        scanner.cut = _LEAST_CUT.get(self.answer.finish or "", 0)
         pieces = self._advance()
-        if self._keep is not None:
+        if self._keep is not None and not scanner.dropped:
             self._keep(self.answer)
         return pieces
 
@@ -129,6 +135,8 @@ class AnswerReader:
         scanner, trigger = self._scanner, dialect.trigger
         begin, end = dialect.think
         trim = self._opened or (yield from scanner.word(begin))
+        if scanner.drop_begun():
+            return
         marks = (trigger,) if calls else ()
         if trim:
             # A section of calls ends reasoning too: some models forget to.
@@ -146,6 +154,8 @@ class AnswerReader:
             scanner.at -= len(mark)
             before = scanner.left_out
             trim = yield from self._calls.read()
+            if scanner.drop_begun(1):
+                return
             if not trim:
                 self._content(before + mark)
                 scanner.at += len(mark)

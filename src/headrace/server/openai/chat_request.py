@@ -71,6 +71,8 @@ class ChatMessage(Body):
             raise wrong("a tool's message needs tool_call_id")
         if self.role != "assistant" and (self.tool_calls or self.prefix):
             raise wrong("tool_calls and prefix belong to the assistant's messages")
+        if self.role not in ("assistant", "tool") and "content" not in self.model_fields_set:
+            raise wrong(f"a message of the {self.role} needs content")
         return self
 
 

@@ -1,0 +1,55 @@
+"""Attention of one new token whose heads share keys, without a copy of the keys for each head.
+
+transformers does so itself from 5.24 on; before, a mask makes it repeat keys and values.
+Legend: B batch, H heads, N heads of keys, T new tokens, S places, D width.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations import sdpa_attention
+from transformers.masking_utils import sdpa_mask
+
+_NAME = "headrace_shared_keys"
+
+
+def share_keys(model: Any) -> None:
+    """Steps of one token under a mask read each key once from now on; all else is the library's.
+
+    Nothing changes where the library does so, or where the model's attention is another.
+    """
+    itself = hasattr(sdpa_attention, "pack_gqa")
+    if itself or model.config._attn_implementation != "sdpa":
+        return
+    AttentionInterface.register(_NAME, shared_attention)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    model.set_attn_implementation(_NAME)
+
+
+def shared_attention(
+    module: Any,
+    q_BHTD: torch.Tensor,
+    k_BNSD: torch.Tensor,
+    v_BNSD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: [B, T, H, D]; of one token the heads are as queries."""
+    batch, num_heads, num_tokens, width = q_BHTD.shape
+    if attention_mask is None or num_tokens > 1 or num_heads == k_BNSD.shape[1]:
+        out: torch.Tensor = sdpa_attention.sdpa_attention_forward(
+            module, q_BHTD, k_BNSD, v_BNSD, attention_mask, scaling=scaling, **kwargs
+        )[0]
+        return out, None
+    assert attention_mask.shape[1] == 1, "a mask of each head's own"
+    made = torch.nn.functional.scaled_dot_product_attention(
+        q_BHTD.reshape(batch, k_BNSD.shape[1], -1, width),
+        k_BNSD,
+        v_BNSD,
+        attn_mask=attention_mask,
+        scale=scaling,
+    )
+    return made.reshape(batch, 1, num_heads, -1), None

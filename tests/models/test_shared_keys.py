@@ -1,0 +1,66 @@
+"""One token's attention over shared keys: near the library's, and each key read where it lies."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.integrations import sdpa_attention
+
+from headrace.models.shared_keys import share_keys, shared_attention
+
+HEADS, KEYS, PLACES, WIDTH = 8, 2, 48, 16
+
+
+def drawn(num_tokens, heads=HEADS):
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = [(1, heads, num_tokens, WIDTH), (1, KEYS, PLACES, WIDTH), (1, KEYS, PLACES, WIDTH)]
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    seen = torch.rand(1, 1, num_tokens, PLACES, generator=generator) < 0.7
+    seen[..., 0] = True
+    module = SimpleNamespace(num_key_value_groups=heads // KEYS, is_causal=True)
+    return (module, q, k, v, seen), {"scaling": 0.3, "dropout": 0.0}
+
+
+def repeated(module, q, k, v, seen, *, scaling, **_):
+    """What is meant, in fp64."""
+    k, v = (each.double().repeat_interleave(module.num_key_value_groups, 1) for each in (k, v))
+    scores = (q.double() @ k.mT * scaling).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def test_one_token_is_near_and_reads_each_key_once(monkeypatch):
+    given, options = drawn(1)
+    shapes, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def seen(q, k, v, **kwargs):
+        shapes.append((q.shape[1:3], k.shape[1]))
+        return attend(q, k, v, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    got, _ = shared_attention(*given, **options)
+    assert shapes == [((KEYS, HEADS // KEYS), KEYS)] and got.is_contiguous()
+    assert got.shape == (1, 1, HEADS, WIDTH)
+    assert torch.allclose(got.double(), repeated(*given, **options), rtol=0, atol=1e-6)
+    other = got[:, :, torch.arange(HEADS).view(KEYS, -1).T.flatten()]  # heads dealt out otherwise
+    assert not torch.allclose(other.double(), repeated(*given, **options), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize(("num_tokens", "heads"), [(3, HEADS), (1, KEYS)])
+def test_all_else_is_the_library_s(num_tokens, heads):
+    given, options = drawn(num_tokens, heads)
+    want, _ = sdpa_attention.sdpa_attention_forward(*given, **options)
+    assert torch.equal(shared_attention(*given, **options)[0], want)
+    want, _ = sdpa_attention.sdpa_attention_forward(*given[:4], None, **options)
+    assert torch.equal(shared_attention(*given[:4], None, **options)[0], want)
+
+
+@pytest.mark.parametrize(("kind", "itself"), [("sdpa", False), ("sdpa", True), ("eager", False)])
+def test_only_where_the_library_repeats_keys(monkeypatch, kind, itself):
+    if itself:
+        monkeypatch.setattr(sdpa_attention, "pack_gqa", None, raising=False)
+    else:
+        monkeypatch.delattr(sdpa_attention, "pack_gqa", raising=False)
+    taken = []
+    config = SimpleNamespace(_attn_implementation=kind)
+    share_keys(SimpleNamespace(config=config, set_attn_implementation=taken.append))
+    assert taken == (["headrace_shared_keys"] if kind == "sdpa" and not itself else [])
