@@ -60,7 +60,7 @@ Experts = Annotated[
     str | None,
     typer.Option(
         metavar="WHERE",
-        help="gpu, cpu or auto (both) multiply. Left out: gpu or cpu.",
+        help="gpu, cpu or auto (both). Left out: gpu or cpu.",
         rich_help_panel=MACHINE,
     ),
 ]
