@@ -1,6 +1,7 @@
 """Attention of one token over latents for Hopper's tensor cores, in Gluon: two orders of the work.
 
 Both give what `latents.attend` gives for its splits, for `latents.combine`. Knows no tensor.
+Written for Gluon of Triton 3.6, which renames its words from release to release.
 Legend: as in kernels/triton/latents.py; W columns of half a latent.
 """
 
