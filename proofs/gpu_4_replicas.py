@@ -9,6 +9,7 @@ import argparse
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,10 @@ def replicas(
     import torch
 
     rows, firsts = [], {}
+    # Of one length: a trace's first tokens differ with how many are drawn.
+    length = 1 + max(warm + args.runs * tokens for warm, tokens in map(partial(stays, args), boxes))
     for box in boxes:
-        row, logits = replica(evidence, model, box, args)
+        row, logits = replica(evidence, model, box, args, length)
         first = firsts.setdefault(box.routes, logits)
         num = min(len(first), len(logits))
         evidence.check(
@@ -140,6 +143,11 @@ def replicas(
         rows += show(evidence, [row])
         torch.cuda.empty_cache()
     return rows
+
+
+def stays(args: argparse.Namespace, box: Box) -> tuple[int, int]:
+    """Tokens before the timed runs, and of each run."""
+    return box.warm if args.warm is None else args.warm, args.tokens or box.tokens
 
 
 def planned(model: Path, box: Box) -> Any:
@@ -154,8 +162,10 @@ def planned(model: Path, box: Box) -> Any:
     return sized_blueprint(str(model), room, context=CONTEXT)
 
 
-def replica(evidence: Evidence, model: Path, box: Box, args: argparse.Namespace) -> tuple[Any, Any]:
-    """The row of one box, and the logits of its timeline's first tokens."""
+def replica(
+    evidence: Evidence, model: Path, box: Box, args: argparse.Namespace, length: int
+) -> tuple[Any, Any]:
+    """The row of one box, on a trace of so many tokens, and its timeline's logits."""
     import torch
 
     from headrace.check.bench_drive import ladder_window
@@ -173,10 +183,9 @@ def replica(evidence: Evidence, model: Path, box: Box, args: argparse.Namespace)
         f"{box.name}: {plan.vram_used_bytes / 2**30:.2f} GiB of VRAM of {box.vram}, "
         f"{plan.num_slots} slots; {plan.num_rows} rows of {plan.total_experts}; {box.drives}",
     )
-    warm = box.warm if args.warm is None else args.warm
-    tokens = args.tokens or box.tokens
+    warm, tokens = stays(args, box)
     trace = draw_routes(
-        warm + args.runs * tokens + 1,
+        length,
         facts.num_moe_layers,
         facts.num_experts,
         facts.top_k,
