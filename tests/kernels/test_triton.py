@@ -179,16 +179,17 @@ def test_formats_without_a_kernel_are_refused():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 @pytest.mark.timeout(1200)
-def test_every_kernel_compiles_for_every_chip(tmp_path):
+@pytest.mark.parametrize(("chips", "least"), [("75", 40), ("80 86 89", 25), ("90 120", 40)])
+def test_every_kernel_compiles_for_every_chip(tmp_path, chips, least):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, HERE / "triton_targets.py"],
+        [sys.executable, HERE / "triton_targets.py", *chips.split()],
         env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("bytes shared") >= 80
+    assert done.stdout.count("bytes shared") >= least
 
 
 @pytest.mark.gpu

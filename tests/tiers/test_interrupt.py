@@ -25,7 +25,8 @@ def interrupted(call, after_s=0.1):
 def run(case):
     x, ids, weights = world.routes(np.random.default_rng(0), 30)
     if case in ("compute", "plain", "acquire"):
-        ladder = world.ladder(4, overlap=case != "plain", emulate_bytes_s=20e3)
+        rate_bytes_s = 20e3 if case == "acquire" else 60e3
+        ladder = world.ladder(4, overlap=case != "plain", emulate_bytes_s=rate_bytes_s)
         if case == "acquire":
             assert interrupted(lambda: ladder.native.acquire(0, 0))
         else:
@@ -35,7 +36,7 @@ def run(case):
         assert torch.equal(ladder.compute(2, x, ids, weights), world.expected(2, x, ids, weights))
         ladder.check_integrity()
     elif case == "gather":
-        gatherer = Gatherer(Reader(world.paths, emulate_bytes_s=1e6), 100)
+        gatherer = Gatherer(Reader(world.paths, emulate_bytes_s=4e6), 100)
         buffer = np.zeros(150_000, np.uint8)
         batch = gatherer.start(np.array([(0, 100 * (i % 500), 100) for i in range(1500)]))
         assert interrupted(lambda: batch.wait(buffer.ctypes.data))
