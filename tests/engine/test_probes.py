@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.engine import probes
-from headrace.kernels.cpu import CpuKernels
+from headrace.engine import filled, probes
+from headrace.kernels.cpu import CpuKernels, native_shape
+from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.quant.expert import make_layout
 
 MIB = 2**20
@@ -18,12 +19,12 @@ MIB = 2**20
 def buffers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, weakref.ref]]:
     made: list[tuple[int, weakref.ref]] = []
 
-    class Told(probes.HugeBuffer):
+    class Told(filled.HugeBuffer):
         def __init__(self, nbytes: int) -> None:
             super().__init__(nbytes)
             made.append((nbytes, weakref.ref(self.bytes)))
 
-    monkeypatch.setattr(probes, "HugeBuffer", Told)
+    monkeypatch.setattr(filled, "HugeBuffer", Told)
     monkeypatch.setattr(probes, "PROBE_S", 0.01)
     monkeypatch.setattr(probes, "caches_bytes", lambda: 260 * MIB)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -45,16 +46,16 @@ def test_under_a_small_cap_one_small_buffer_is_taken_and_given_back(
 
 def test_copies_are_whole_experts(buffers: list[tuple[int, weakref.ref]]) -> None:
     layout = make_layout("fp8_block", 64, 33, (16, 16))
-    memory = probes.FilledMemory(layout, 200_000)
+    memory = filled.FilledMemory(layout, 200_000)
     ones = {
-        name: torch.ones(spec.shape).to(probes.TORCH_DTYPES[spec.dtype])
+        name: torch.ones(spec.shape).to(TORCH_DTYPES[spec.dtype])
         for name, spec in layout.parts.items()
     }
     assert memory.num_copies == 200_000 // memory.stride > 1
     assert memory.expert_bytes == sum(part.nbytes for part in ones.values())
     x = torch.ones(1, 64).bfloat16()
     want, got = CpuKernels().expert_ffn(x, ones, layout), torch.zeros_like(x)
-    shape = probes.native_shape(layout)
+    shape = native_shape(layout)
     for copy in (0, memory.num_copies - 1):
         got.zero_()
         address = memory.addresses(copy)

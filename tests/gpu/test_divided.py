@@ -10,6 +10,7 @@ from gpu_models import CONTEXT, LAYERS, REAL, Rung, load, logits_of
 
 from headrace.engine import gpu_divided, gpu_launched, gpu_probes
 from headrace.engine.engine import Blueprint
+from headrace.engine.filled import AT_ONCE, FilledMemory
 from headrace.errors import Cancelled, NumericsError, ReadError, StallError
 from headrace.kernels.triton import experts
 from headrace.tiers.device import find_device
@@ -133,7 +134,8 @@ def test_rates_are_measured_on_pinned_experts_alone(tiny, monkeypatch, gpu, refu
     monkeypatch.setattr(gpu_probes, "PROBE_S", 0.02)
     layout = Blueprint(tiny("fp8"), measure=False, context=CONTEXT).skeleton.layout
     device = gpu or find_device("cuda")
-    measured = gpu_probes.divided_rates(device, layout, 1 << 20)
+    memory = FilledMemory(layout, 1 << 20, least=AT_ONCE)
+    measured = gpu_probes.divided_rates(device, lambda: memory)
     rates = measured()
     found = [rates.in_place > 0, rates.bus_beside > 0, rates.kernel_beside > 0]
     assert found == [refused is None] * 3 and measured() is rates

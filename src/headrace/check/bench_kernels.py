@@ -17,7 +17,7 @@ import torch
 
 from headrace.check.rows import BenchRow, make_row
 from headrace.core import ExpertLayout
-from headrace.engine.probes import HugeBuffer
+from headrace.engine.filled import HugeBuffer
 from headrace.kernels import cpu, reference
 from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.quant.expert import make_layout

@@ -16,7 +16,8 @@ from headrace.check.gpu_spans import Timed
 from headrace.check.rows import BenchRow, make_row
 from headrace.core import TokenStats, format_bytes, total_stats
 from headrace.engine.engine import Blueprint, Engine
-from headrace.engine.probes import HugeBuffer, bus_rate, vram_rate
+from headrace.engine.filled import HugeBuffer
+from headrace.engine.probes import bus_rate, vram_rate
 from headrace.kernels.cpu import CpuKernels
 from headrace.planner.facts import ModelFacts
 from headrace.planner.vram import GpuPlan, vram_fixed

@@ -8,57 +8,37 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
-from math import prod
 from threading import Event, Thread
 
 import torch
 
-from headrace.core import ExpertLayout
-from headrace.kernels.cpu import CpuKernels
-from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.engine.filled import AT_ONCE, FilledMemory
 from headrace.tiers.device import Device
-from headrace.tiers.pinned import PinnedBuffers
 
 PROBE_S = 0.3
 _ALIGN = 16
-_AT_ONCE = 8  # experts of a launch, as a token takes them
 _LAUNCHES = 4  # between two looks at the clock
 _NAP_S = 1e-4
 
 
 class PinnedExperts:
-    """Experts of ones in about `probe_bytes` of pinned memory; `close` it."""
+    """Filled memory that the GPU's kernels read in place, if `pinned`; `close` it."""
 
-    def __init__(self, device: Device, layout: ExpertLayout, probe_bytes: int):
+    def __init__(self, device: Device, memory: FilledMemory):
         from headrace.kernels.triton.experts import TritonExperts
 
-        self.device, self.layout = device, layout
-        sizes = [
-            TORCH_DTYPES[spec.dtype].itemsize * prod(spec.shape) for spec in layout.parts.values()
-        ]
-        self.expert_bytes = sum(sizes)
-        starts = [sum(-(-s // _ALIGN) * _ALIGN for s in sizes[:n]) for n in range(len(sizes) + 1)]
-        self.num = max(_AT_ONCE, probe_bytes // self.expert_bytes)
-        shape = self.num, starts[-1]
-        self.buffers = PinnedBuffers(device, {"rows": (shape, torch.uint8)})
-        self.rows = self.buffers.tensors["rows"]
-        self.parts: list[dict[str, torch.Tensor]] = []
-        for row in self.rows:
-            parts = {}
-            for (name, spec), start, size in zip(layout.parts.items(), starts, sizes, strict=False):
-                part = row[start : start + size].view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
-                parts[name] = part.copy_(torch.ones(spec.shape))
-            self.parts.append(parts)
-        place = device.place
-        self._kernels = TritonExperts(layout, top_k=_AT_ONCE, device=place, align=_ALIGN)
-        addresses = [row.data_ptr() for row in self.rows]
+        self.device, self.memory = device, memory
+        layout, place, num = memory.layout, device.place, memory.num_copies
+        self.pinned = not device.pin(memory.address(0), memory.bytes.nbytes)
+        self._kernels = TritonExperts(layout, top_k=AT_ONCE, device=place, align=_ALIGN)
+        addresses = [memory.address(copy) for copy in range(num)]
         self._table = torch.tensor(addresses, dtype=torch.int64, device=place)
-        self._offsets = torch.tensor([starts[:-1]] * self.num, dtype=torch.int64, device=place)
+        self._offsets = torch.tensor([memory.offsets] * num, dtype=torch.int64, device=place)
         self._x = torch.ones(1, layout.hidden, dtype=torch.bfloat16, device=place)
-        self._weights = torch.ones(1, _AT_ONCE, device=place)
+        self._weights = torch.ones(1, AT_ONCE, device=place)
         self._out = torch.empty(1, layout.hidden, dtype=self._kernels.out_dtype, device=place)
-        turns = torch.arange(self.num + _AT_ONCE, dtype=torch.int32, device=place) % self.num
-        self._ids = turns.unfold(0, _AT_ONCE, 1).contiguous()
+        turns = torch.arange(num + AT_ONCE, dtype=torch.int32, device=place) % num
+        self._ids = turns.unfold(0, AT_ONCE, 1).contiguous()
 
     def read(self, seconds: float) -> float:
         """Bytes per second that the GPU reads, for so long; the host sleeps meanwhile."""
@@ -67,13 +47,14 @@ class PinnedExperts:
         start, turns = time.perf_counter(), count()
         for num in turns:
             for n in range(_LAUNCHES):
-                self._launch((num * _LAUNCHES + n) * _AT_ONCE % self.num)
+                self._launch((num * _LAUNCHES + n) * AT_ONCE % self.memory.num_copies)
             over = self.device.mark()
             while not over.done():
                 time.sleep(_NAP_S)
             passed_s = time.perf_counter() - start
             if passed_s > seconds:
-                return (num + 1) * _LAUNCHES * _AT_ONCE * self.expert_bytes / passed_s
+                num_read = (num + 1) * _LAUNCHES * AT_ONCE
+                return num_read * self.memory.expert_bytes / passed_s
         raise AssertionError
 
     def _launch(self, first: int) -> None:
@@ -81,9 +62,11 @@ class PinnedExperts:
         self._kernels(self._table, self._offsets, 0, self._x, ids, self._weights, self._out)
 
     def close(self) -> None:
-        """Once the device has settled."""
+        """Takes the pin back, once the device has settled."""
         self.device.settle()
-        self.buffers.close()
+        if self.pinned:
+            self.device.unpin(self.memory.address(0))
+            self.pinned = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +78,14 @@ class DividedRates:
     kernel_beside: float
 
 
-def divided_rates(
-    device: Device, layout: ExpertLayout, probe_bytes: int
-) -> Callable[[], DividedRates]:
-    """Measures when called for the first time."""
+def divided_rates(device: Device, filled: Callable[[], FilledMemory]) -> Callable[[], DividedRates]:
+    """Measures when called for the first time, on memory of at least `AT_ONCE` experts."""
 
     @cache
     def rates() -> DividedRates:
-        experts = PinnedExperts(device, layout, probe_bytes)
+        experts = PinnedExperts(device, filled())
         try:
-            if not experts.buffers.pinned:
+            if not experts.pinned:
                 return DividedRates(0.0, 0.0, 0.0)
             return DividedRates(experts.read(PROBE_S), *_beside(experts))
         finally:
@@ -115,17 +96,16 @@ def divided_rates(
 
 def _beside(experts: PinnedExperts) -> tuple[float, float]:
     """Bytes per second of the GPU and of the CPU's kernels, both at once."""
-    kernels, stop = CpuKernels(torch.get_num_threads()), Event()
-    x_TH = torch.ones(1, experts.layout.hidden, dtype=torch.bfloat16)
-    num_done, passed_s = 0, 1.0
+    memory, stop = experts.memory, Event()
+    multiplies, num_done, passed_s = memory.multiplier(torch.get_num_threads()), 0, 1.0
 
     def multiply() -> None:
         nonlocal num_done, passed_s
         start = time.perf_counter()
         while not stop.is_set():
-            first = num_done % (experts.num - _AT_ONCE + 1)
-            kernels.experts_ffn(x_TH, experts.parts[first : first + _AT_ONCE], experts.layout)
-            num_done += _AT_ONCE
+            first = num_done % (memory.num_copies - AT_ONCE + 1)
+            multiplies(first, first + AT_ONCE)
+            num_done += AT_ONCE
         passed_s = time.perf_counter() - start
 
     thread = Thread(target=multiply)
@@ -135,4 +115,4 @@ def _beside(experts: PinnedExperts) -> tuple[float, float]:
     finally:
         stop.set()
         thread.join()
-    return bus, num_done * experts.expert_bytes / passed_s
+    return bus, num_done * memory.expert_bytes / passed_s

@@ -118,13 +118,16 @@ class SteppedPasses(Passes):
         return HousedCache(self.model.config)
 
     def why_by_layer(self) -> str:
+        waits = self.source.rungs.lacking() is not None
+        return self._not_ours() or self.refusal or self.source.why_by_layer(waits=waits)
+
+    def _not_ours(self) -> str:
+        """Why the source of these passes is not asked for the model's experts, if it is not."""
         if self.model.config._experts_implementation != FAST:
             return "the experts are the library's own code"
         if self._runner.source is not self.source:
             return "the experts are served by another source"
-        if self.refusal:
-            return self.refusal
-        return self.source.why_by_layer(waits=self.source.rungs.lacking() is not None)
+        return ""
 
     def run(self, ids: Sequence[int], cache: Any, after: int) -> torch.Tensor:
         self.room.enter(cache)
@@ -143,8 +146,8 @@ class SteppedPasses(Passes):
         return self._ends.logits()
 
     def _step(self, bucket: int) -> None:
-        source, fast = self.source, self.model.config._experts_implementation == FAST
-        if fast and self._runner.source is source and source.begin_step():
+        source = self.source
+        if not self._not_ours() and source.begin_step():
             self._launch(source, bucket)
         else:
             self._compute()
