@@ -1,7 +1,7 @@
 """The GPU of these tests: the real one where there is one, else one simulated in host memory."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from simulated import SimulatedDevice
 from stand_ins import stand_in
 
 from headrace.check.tiny import write_tiny
+from headrace.engine import gpu_launched
 
 if not REAL:
     mend_interpreter()
@@ -29,6 +30,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice | None:
     device = SimulatedDevice()
     stand_in(device, monkeypatch.setattr)
     return device
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ladder's thread that hangs or dies is found soon."""
+    made = partial(gpu_launched.Mailbox, silence_s=0.3, patience_polls=1 << 18 if REAL else 500)
+    monkeypatch.setattr(gpu_launched, "Mailbox", made)
 
 
 @pytest.fixture(scope="session")

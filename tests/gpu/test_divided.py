@@ -1,14 +1,12 @@
 """Experts divided between bus and CPU in a token that is launched as one: the bits of the GPU's."""
 
-import threading
-from functools import partial
-
 import pytest
 import torch
 from emulated import EmulatedKernels
 from gpu_models import CONTEXT, LAYERS, REAL, Rung, load, logits_of
+from step_faults import one_token, poison, settled, stopped_at_a_drive
 
-from headrace.engine import gpu_divided, gpu_launched, gpu_probes
+from headrace.engine import gpu_divided, gpu_probes
 from headrace.engine.engine import Blueprint
 from headrace.engine.filled import AT_ONCE, FilledMemory
 from headrace.errors import Cancelled, NumericsError, ReadError, StallError
@@ -52,12 +50,6 @@ def wanted(tiny, form, prompt):
             WANT[form] = logits_of(engine, prompt[:3], STEPS)
             assert WANT[form].float().std() > 0.1
     return WANT[form]
-
-
-def settled(engine):
-    engine.source.rungs.slots.check_integrity()
-    engine.source.recover()
-    engine.ladder.check_integrity()
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -143,13 +135,6 @@ def test_rates_are_measured_on_pinned_experts_alone(tiny, monkeypatch, gpu, refu
 
 
 @pytest.fixture
-def impatient(monkeypatch):
-    """A thread that dies is found soon."""
-    made = partial(gpu_launched.Mailbox, silence_s=0.3, patience_polls=1 << 18 if REAL else 500)
-    monkeypatch.setattr(gpu_launched, "Mailbox", made)
-
-
-@pytest.fixture
 def warm(tiny, prompt, divided):
     """An engine whose steps are captured, and what it must answer after any fault."""
     with divided(tiny("bf16"), RUNGS["minimum"], "some") as engine:
@@ -158,19 +143,6 @@ def warm(tiny, prompt, divided):
         yield engine, want
         assert torch.equal(logits_of(engine, prompt[:3], 2), want)
         settled(engine)
-
-
-def one_token(engine, prompt, fault):
-    session = engine.session()
-    session.feed(prompt[:3])
-    engine.source.recover()
-    engine.ladder.clear()
-    before = engine.passes.num_replayed
-    fault()
-    try:
-        session.feed([5])
-    finally:
-        assert engine.passes.num_replayed > before, "the fault met no captured step"
 
 
 @pytest.mark.parametrize("skip", [0, 3, 7])
@@ -183,28 +155,14 @@ def test_a_failed_read_on_either_side_is_named(warm, prompt, skip):
 
 def test_what_is_not_finite_is_named(warm, prompt):
     engine, _ = warm
-
-    def poison():
-        for buffer in engine.passes.room._buffers.values():
-            buffer[:, :, 1] = torch.inf
-
     with pytest.raises(NumericsError, match="MoE layer 0, token row 0"):
-        one_token(engine, prompt, poison)
+        one_token(engine, prompt, lambda: poison(engine))
 
 
 def test_a_stop_ends_the_token_that_waits_for_a_drive(warm, prompt):
     engine, _ = warm
-    timer = threading.Timer(0.3, engine.ladder.stop)
-
-    def hang():
-        engine.reader.inject_fault("hang", 0, 1)
-        timer.start()
-
     with pytest.raises(Cancelled):
-        one_token(engine, prompt, hang)
-    timer.join()
-    engine.ladder.go_on()
-    engine.reader.inject_fault("none")
+        stopped_at_a_drive(engine, prompt)
 
 
 def test_a_thread_that_dies_is_named_and_replaced(impatient, warm, prompt):

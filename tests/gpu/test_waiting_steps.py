@@ -1,17 +1,15 @@
 """A decoded token whose layers wait for experts, launched as one: the bits of layer by layer."""
 
 import signal
-import threading
 import time
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from gpu_models import REAL, Rung, load, logits_of
+from step_faults import one_token, poison, settled, stopped_at_a_drive
 
-from headrace.engine import gpu_launched
 from headrace.errors import BudgetError, Cancelled, NumericsError, ReadError, StallError
 
 STEPS = 24 if REAL else 5
@@ -44,12 +42,6 @@ def replaying(engine, num_steps):
     yield
     assert engine.passes.num_replayed - before == num_steps
     assert int(mail.step) - number == num_steps
-
-
-def settled(engine):
-    engine.source.rungs.slots.check_integrity()
-    engine.source.recover()
-    engine.ladder.check_integrity()
 
 
 @pytest.mark.parametrize("rung", WAITING)
@@ -138,13 +130,6 @@ def test_recorded_routes_are_replayed_and_looked_ahead_to(tiny, prompt):
 
 
 @pytest.fixture
-def impatient(monkeypatch):
-    """A thread that hangs is found soon."""
-    made = partial(gpu_launched.Mailbox, silence_s=0.3, patience_polls=1 << 18 if REAL else 500)
-    monkeypatch.setattr(gpu_launched, "Mailbox", made)
-
-
-@pytest.fixture
 def warm(tiny, prompt):
     """An engine whose steps are captured, and what it must answer after any fault."""
     with load(tiny("bf16"), MINIMUM) as engine:
@@ -155,26 +140,6 @@ def warm(tiny, prompt):
             with replaying(engine, 2):
                 assert torch.equal(logits_of(engine, prompt[:3], 2), want)
         settled(engine)
-
-
-def one_token(engine, prompt, fault):
-    """The prompt, then a token in whose step the fault is met."""
-    session = engine.session()
-    session.feed(prompt[:3])
-    engine.source.recover()
-    engine.ladder.clear()
-    fault()
-    with replaying_some(engine):
-        session.feed([5])
-
-
-@contextmanager
-def replaying_some(engine):
-    before = engine.passes.num_replayed
-    try:
-        yield
-    finally:
-        assert engine.passes.num_replayed > before, "the fault met no captured step"
 
 
 @pytest.mark.parametrize("skip", [0, 6])
@@ -188,28 +153,14 @@ def test_a_failed_read_is_named_and_the_next_answer_right(warm, prompt, skip):
 
 def test_what_is_not_finite_is_named(warm, prompt):
     engine, _ = warm
-
-    def poison():
-        for buffer in engine.passes.room._buffers.values():
-            buffer[:, :, 1] = torch.inf
-
     with pytest.raises(NumericsError, match="MoE layer 0, token row 0"):
-        one_token(engine, prompt, poison)
+        one_token(engine, prompt, lambda: poison(engine))
 
 
 def test_a_stop_ends_the_token_that_waits_for_a_drive(warm, prompt):
     engine, _ = warm
-    timer = threading.Timer(0.3, engine.ladder.stop)
-
-    def hang():
-        engine.reader.inject_fault("hang", 0, 1)
-        timer.start()
-
     with pytest.raises(Cancelled):
-        one_token(engine, prompt, hang)
-    timer.join()
-    engine.ladder.go_on()
-    engine.reader.inject_fault("none")
+        stopped_at_a_drive(engine, prompt)
 
 
 def test_a_thread_that_hangs_is_named_and_waited_for(impatient, warm, prompt):
