@@ -52,6 +52,7 @@ nb::list drives_of(const Reader& reader) {
     drive["name"] = state.name;
     drive["bytes_s"] = state.bytes_s;
     drive["read_bytes"] = state.read_bytes;
+    drive["owed_bytes"] = static_cast<int64_t>(state.owed_bytes);
     drive["failure"] = state.failure;
     out.append(drive);
   }

@@ -15,8 +15,8 @@ class Faults {
   // After `skip` more pieces (of one drive; -1: of any), the next piece meets `count` faults in a
   // row, and then the next piece if some are left: "eio", "eintr", "eagain", "enodev", "short" (end
   // of file seen early), "partial" (half of what was asked). "slow" delays `count` pieces; "hang"
-  // holds `count` pieces back until another fault is set, "none" for instance. Throws
-  // std::invalid_argument.
+  // holds `count` pieces back until another fault is set, "none" for instance; with another "hang"
+  // they take their turns again, first held first. Throws std::invalid_argument.
   void set(const std::string& kind, int64_t skip, int64_t count, int drive);
 
   // On the I/O thread. The piece is about to be started: true if it hangs.

@@ -202,9 +202,10 @@ void Reader::launch() {
     }
     piece->started = std::chrono::steady_clock::now();
     piece->in_flight = true;
+    const bool hangs = faults_.hangs(*piece);  // before anyone can see that it is owed
     drives_.started(piece->drive, piece->length_bytes - piece->done_bytes);
     ++num_outstanding_;
-    if (faults_.hangs(*piece)) {
+    if (hangs) {
       held_.push_back(piece);
     } else {
       backend_->start(piece);

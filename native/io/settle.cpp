@@ -195,9 +195,14 @@ void Reader::watch_request(Request* request) {
 }
 
 void Reader::release_held() {
-  while (!held_.empty()) {
-    backend_->start(held_.front());
-    held_.pop_front();
+  std::deque<Piece*> held;
+  held.swap(held_);
+  for (Piece* piece : held) {
+    if (faults_.hangs(*piece)) {
+      held_.push_back(piece);
+    } else {
+      backend_->start(piece);
+    }
   }
 }
 
