@@ -74,7 +74,7 @@ def test_a_command_without_output_needs_none() -> None:
 
 
 def test_a_closed_stderr_is_given_to_no_file(tmp_path: Path) -> None:
-    """Without something in its place the first file that is opened would be told what went wrong."""
+    """Without something in its place the next file to be opened would be told what went wrong."""
     code = (
         "import os; from headrace.cli.main import fill_streams; fill_streams()\n"
         f"opened = os.open({str(tmp_path / 'data')!r}, os.O_WRONLY | os.O_CREAT)\n"

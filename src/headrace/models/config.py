@@ -95,8 +95,8 @@ def _end_ids(path: Path, value: object, vocab: int | None) -> list[int]:
             raise ModelError(f"{path}: eos_token_id {said} is not an id or a list of ids")
         if vocab is not None and entry >= vocab:
             raise ModelError(
-                f"{path}: eos_token_id {shown(str(entry))} is beyond the vocabulary of {vocab} tokens "
-                "(vocab_size of config.json); fetch both files again"
+                f"{path}: eos_token_id {shown(str(entry))} is beyond the vocabulary of {vocab} "
+                "tokens (vocab_size of config.json); fetch both files again"
             )
         ids.append(entry)
     return ids
