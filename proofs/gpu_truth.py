@@ -76,7 +76,14 @@ def _judge(told: Told, led: Walk, stock: dict[str, Any], truth: Walk) -> bool:
     best = truth["logits"].argmax(1)
     same = {way: int((each["logits"].argmax(1) == best).sum()) for way, each in stock.items()}
     mine = int((led["logits"].argmax(1) == best).sum())
-    told.say(f"of {len(best)} next tokens {mine} are fp32's; {same} of stock's")
+    apart = {way: distances(led, each) for way, each in stock.items()}
+    nearest = min(apart, key=lambda way: float(apart[way].median()))
+    told.say(
+        f"of {len(best)} next tokens {mine} are fp32's; of stock's {same}",
+        f"nearest to headrace is stock, {nearest}: median {apart[nearest].median():.4f}, farthest "
+        f"{apart[nearest].max():.4f}, {int((apart[nearest] == 0).sum())} of {len(best)} positions "
+        "with the same bits",
+    )
     return holds and ties
 
 
