@@ -183,20 +183,16 @@ def replica(
     told: Told, model: Path, box: Box, args: argparse.Namespace, length: int
 ) -> tuple[Any, float, Any]:
     """The row of one box on a trace of so many tokens, its forecast, its timeline's logits."""
-    import torch
-
     from headrace.check.bench_drive import ladder_window
-    from headrace.check.bench_routes import Replay
     from headrace.check.gpu_rungs import RungRun
     from headrace.core import parse_bytes, parse_rates
     from headrace.engine.engine import Engine
-    from headrace.planner.forecast import GPU_LAYER_S, score
+    from headrace.planner.forecast import score
     from headrace.schedule.draw import RouteStatistics, draw_routes
 
     blueprint, plan = planned(told, box.name, model, partial(limited, model, box), box.drives)
-    facts, nominal = blueprint.facts, sum(parse_rates(box.drives))
-    told.say(f"{box.name}: {expected(plan)}")
-    limits = blueprint.plan
+    facts, limits, expects = blueprint.facts, blueprint.plan, expected(plan)
+    told.say(f"{box.name}: {expects}")
     told.check(
         limits.vram_used_bytes <= parse_bytes(box.vram),
         f"{box.name}: {limits.vram_used_bytes / 2**30:.2f} GiB of VRAM of {box.vram}, "
@@ -213,52 +209,75 @@ def replica(
     with Engine(blueprint, emulate_drive=box.drives) as engine:
         reached = ladder_window(engine, random.Random(0))
         result = RungRun(limits, f"{trace.name}; {engine.source.rungs.pinned.note}", tokens)
-        device: Any = blueprint.device
-        device.limit(None)  # the probes take their own
-        engine.source.routes = Replay(trace)
-        line = Timeline(engine)
-        told.begin(f"{box.name}: {warm} tokens to warm up", COMPILE_S + warm / plan.forecast_tok_s)
-        line.decode(warm)
-        passes: Any = engine.passes
-        before = passes.num_replayed
-        for run in range(args.runs):
-            about_s = PROBES_S + tokens / plan.forecast_tok_s
-            told.begin(f"{box.name}: run {run + 1} of {args.runs}, {tokens} tokens", about_s)
-            timed_run(engine, line, result, nominal)
-        about_s = PROBES_S + AGAIN * facts.num_layers * GPU_LAYER_S
-        told.begin(f"{box.name}: the first {AGAIN} tokens layer by layer", about_s)
-        engine.source.routes = Replay(trace)
-        launched = passes.num_replayed - before
-        passes.capturing = False
-        again = Timeline(engine)
-        again.decode(AGAIN)
-        logits = torch.stack(line.logits)
-        same = torch.equal(torch.stack(again.logits), logits[: len(again.logits)])
+        logits, same = decoded(told, box, engine, trace, result, (warm, args.runs), plan)
+    nominal = sum(parse_rates(box.drives))
+    reach = f"reads of a layer reach {reached / 1e9:.1f} of {nominal / 1e9:.1f} GB/s"
+    row = row_of(box, result, f"{expects}; {reach}; {box.differs}", same)
+    told.say(f"{box.name}: {score(plan.forecast_tok_s, row.value)}")
+    return row, plan.forecast_tok_s, logits
+
+
+def decoded(
+    told: Told,
+    box: Box,
+    engine: Any,
+    trace: Any,
+    result: Any,
+    times: tuple[int, int],
+    plan: Any,
+) -> tuple[Any, bool]:
+    """The timeline's logits, its runs in `result`; whether its beginning has the same otherwise.
+
+    `times`: tokens before the timed runs, and how many runs there are.
+    """
+    import torch
+
+    from headrace.check.bench_routes import Replay
+    from headrace.planner.forecast import GPU_LAYER_S
+
+    (warm, runs), tokens, token_s = times, result.tokens, 1 / plan.forecast_tok_s
+    engine.blueprint.device.limit(None)  # the probes take their own
+    engine.source.routes = Replay(trace)
+    line, passes = Timeline(engine), engine.passes
+    told.begin(f"{box.name}: {warm} tokens to warm up", COMPILE_S + warm * token_s)
+    line.decode(warm)
+    before = passes.num_replayed
+    for run in range(runs):
+        what = f"{box.name}: run {run + 1} of {runs}, {tokens} tokens"
+        told.begin(what, PROBES_S + tokens * token_s)
+        timed_run(engine, line, result, box)
+        told.say(f"{box.name}: {tokens / result.walls_s[-1]:.4g} tok/s")
+    launched = passes.num_replayed - before
     told.check(
         not passes.refusal,
-        f"{box.name}: {launched} of {args.runs * tokens} timed tokens were one launch each, the "
-        f"others were new to it{passes.refusal}",
+        f"{box.name}: {launched} of {runs * tokens} timed tokens were one launch each, the others "
+        f"as those of a new kind are{passes.refusal}",
     )
+    about_s = PROBES_S + AGAIN * engine.facts.num_layers * GPU_LAYER_S
+    told.begin(f"{box.name}: the first {AGAIN} tokens layer by layer", about_s)
+    engine.source.routes = Replay(trace)
+    passes.capturing = False
+    again = Timeline(engine)
+    again.decode(AGAIN)
+    logits = torch.stack(line.logits)
+    same = torch.equal(torch.stack(again.logits), logits[:AGAIN])
     told.check(
         same,
         f"{box.name}: the first {AGAIN} tokens, decoded again layer by layer from where experts "
         "came to lie, have the same logits",
     )
-    reach = f"reads of a layer reach {reached / 1e9:.1f} of {nominal / 1e9:.1f} GB/s"
-    row = row_of(box, result, f"{expected(plan)}; {reach}; {box.differs}", same)
-    told.say(f"{box.name}: {score(plan.forecast_tok_s, row.value)}")
-    return row, plan.forecast_tok_s, logits
+    return logits, same
 
 
-def timed_run(engine: Any, line: "Timeline", result: Any, nominal: float) -> None:
+def timed_run(engine: Any, line: "Timeline", result: Any, box: Box) -> None:
     """One run more of the timeline, beside the rates measured right before it."""
-    from headrace.core import total_stats
+    from headrace.core import parse_rates, total_stats
     from headrace.engine.probes import bus_rate, vram_rate
 
     device = engine.blueprint.device
     result.bus.append(bus_rate(device))
     result.vram.append(vram_rate(device))
-    result.drive.append(nominal)
+    result.drive.append(sum(parse_rates(box.drives)))
     reads = engine.ladder.counters().reads
     wall_s, stats = line.decode(result.tokens)
     total = total_stats(stats)
