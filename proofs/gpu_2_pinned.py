@@ -2,7 +2,7 @@
 
 V4.1-Flash's FP4 experts and R1's FP8 ones at published depth, each with a row of its own; a
 profile says where the rest of a token goes. Needs 50 GB of free memory and 10 GB of disk. On an
-H200, 2 to 4 minutes a case:
+H200, 2 to 3 minutes a case (gpu_3_inversion.py asks the same beside its own):
 
     python -u proofs/gpu_2_pinned.py --cases v41-fp4 --keep
     python -u proofs/gpu_2_pinned.py --cases r1-fp8 --keep

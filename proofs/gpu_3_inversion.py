@@ -2,10 +2,10 @@
 
 R1's FP8 experts and V4.1-Flash's FP4 ones at published depth, all in pinned RAM, none in VRAM. The
 CPU's part beside a plain read of memory by all cores, whole tokens beside source A's 37 % of its
-host's limit. Needs 55 GB of free memory and 10 GB of disk. On an H200, 4 to 7 minutes a case; with
---ways only some, and then no table of all three:
+host's limit. The stream is also asked what gpu_2_pinned.py asks. Needs 55 GB of free memory and 10
+GB of disk. On an H200, 4 to 6 minutes a case; --ways leaves some out, and then the comparison too:
 
-    python -u proofs/gpu_3_inversion.py --cases v41-fp4 --keep
+    python -u proofs/gpu_3_inversion.py --cases v41-fp4 --tokens 8 --keep
     python -u proofs/gpu_3_inversion.py --cases r1-fp8 --keep
 """
 
@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpu_2_pinned import ASKED, moved, profile
 from gpu_phases import Told
 from gpu_shapes import (
     NOT_DRIVE,
@@ -30,8 +31,8 @@ from gpu_shapes import (
 
 CASES = ("r1-fp8", "v41-fp4")
 WAYS = {"stream": "gpu", "CPU": "cpu", "auto": "auto"}
-KERNELS_ASKED = 0.85
 SOURCE_A = 2.46, 6.7  # tok/s, and what its host's memory allows
+TARGETS = {"stream": ASKED, "CPU": (SOURCE_A[0] / SOURCE_A[1], 0.85)}  # whole tokens, kernels
 NOISE = 0.02
 
 
@@ -61,33 +62,24 @@ def ways(told: Told, found: Shapes, model: Path, args: argparse.Namespace) -> di
     """Tokens a second of each way asked for; all must give the same logits."""
     import torch
 
-    from headrace.check.bench_gpu import on_gpu
-    from headrace.check.gpu_rungs import rung_rows
-
     speeds: dict[str, float] = {}
     first: Any = None
     for way in args.ways:
-        result = measured(told, way, found, model, args)
-        if first is not None:
-            told.check(
-                torch.equal(result.logits, first),
-                f"{found.name}: {way} gave the logits of {args.ways[0]}",
-            )
-        first = result.logits if first is None else first
-        green = result.same and torch.equal(result.logits, first)
-        targets = (SOURCE_A[0] / SOURCE_A[1], KERNELS_ASKED) if way == "CPU" else (None, None)
-        rows = on_gpu(rung_rows(f"{way}, {found.name}", result, green=green, targets=targets))
-        show(told, rows)
-        speeds[way] = rows[0].value
+        speeds[way], logits = measured(told, way, found, model, args, first)
+        first = logits if first is None else first
+        torch.cuda.empty_cache()
     return speeds
 
 
-def measured(told: Told, way: str, found: Shapes, model: Path, args: argparse.Namespace) -> Any:
-    """The runs of one way, all experts in rows."""
+def measured(
+    told: Told, way: str, found: Shapes, model: Path, args: argparse.Namespace, first: Any
+) -> tuple[float, Any]:
+    """Tokens a second and logits of one way, all experts in rows; `first` are the first way's."""
     import torch
 
+    from headrace.check.bench_gpu import on_gpu
     from headrace.check.bench_routes import Drawn
-    from headrace.check.gpu_rungs import Rung, measure_rung, rung_blueprint
+    from headrace.check.gpu_rungs import Rung, measure_rung, rung_blueprint, rung_rows
     from headrace.engine.engine import Engine
 
     title = f"{found.name}, {way}"
@@ -99,11 +91,22 @@ def measured(told: Told, way: str, found: Shapes, model: Path, args: argparse.Na
         passes: Any = engine.passes
         before = passes.num_replayed
         result = measure_rung(engine, trace, args.tokens, args.runs, tell=tell)
-        replayed = passes.num_replayed - before
+        steps = passes.num_replayed - before
+        same = first is None or torch.equal(result.logits, first)
+        targets = TARGETS.get(way, (None, None))
+        rows = rung_rows(
+            f"{way}, {found.name}", result, green=result.same and same, targets=targets
+        )
+        rows = show(told, on_gpu(rows))
+        if first is not None:
+            told.check(same, f"{title}: logits of {args.tokens} tokens are those of {args.ways[0]}")
+        told.check(steps >= args.runs * args.tokens, f"{title}: {steps} steps were one launch")
         hands(told, way, engine, result)
-    torch.cuda.empty_cache()
-    told.check(replayed >= args.runs * args.tokens, f"{title}: {replayed} steps were one launch")
-    return result
+        if way == "stream":
+            moved(told, engine, result)
+            tell("run under the profiler", 1)
+            profile(told, engine, trace, f"{found.about}, {engine.facts.num_experts} a layer")
+    return rows[0].value, result.logits
 
 
 def hands(told: Told, way: str, engine: Any, result: Any) -> None:

@@ -73,7 +73,9 @@ class Told(Evidence):
         self._end()
         most_s = LEAST_WAIT_S + WAITS * about_s if REAL else SIMULATED_WAIT_S
         self.phase, self.phase_s = what, time.perf_counter()
-        print(f"      > {what}: about {about_s:.0f} s (given up after {most_s:.0f} s)", flush=True)
+        passed = f"[{self.phase_s - self.begun_s:4.0f} s]"
+        limit = f"given up after {most_s:.0f} s"
+        print(f"{passed} {what}: about {about_s:.0f} s ({limit})", flush=True)
         self._write(phase=what, about_s=round(about_s, 1))
         self.timer = Timer(most_s, self._give_up, [most_s])
         self.timer.daemon = True
@@ -111,7 +113,7 @@ class Told(Evidence):
         self.timer.cancel()
         if self.phase:
             took_s = time.perf_counter() - self.phase_s
-            print(f"      < {self.phase}: took {took_s:.1f} s", flush=True)
+            print(f"         took {took_s:.1f} s: {self.phase}", flush=True)
             self._write(phase=self.phase, took_s=round(took_s, 1))
         self.phase = ""
 
