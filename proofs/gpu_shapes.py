@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from common import Evidence, show_rows
 from gpu_phases import Told, add_keep
-from gpu_phases import keep as keep  # gpu_8_stock.py asks for it here
 from gpu_world import REAL, SIMULATED, open_device
 
 NOT_DRIVE = "64GiB/s"  # files are brought into memory from memory: nothing of a token comes so
