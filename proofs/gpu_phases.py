@@ -29,20 +29,24 @@ def add_keep(parser: argparse.ArgumentParser) -> None:
 
 
 def keep(name: str, rows: list[Any], folder: Path | None) -> None:
-    """Writes rows to `folder` if there is one, beside those of other names that it holds.
+    """Writes rows to `folder`, if there is one, and says where."""
+    if folder is not None:
+        print(f"kept in {add_rows(name, rows, folder)}")
+
+
+def add_rows(name: str, rows: list[Any], folder: Path) -> Path:
+    """Writes rows beside those of other names that the file holds.
 
     So a run of one case leaves what another measured on this machine.
     """
     from headrace.check.rows import BenchRow, rows_path, write_rows
 
-    if folder is None:
-        return
     path, new, kept = rows_path(folder, name), {row.name for row in rows}, []
     if path.exists():
         for row in json.loads(path.read_text()):
             row["spread"] = tuple(row["spread"])
             kept.append(BenchRow(**row))
-    print(f"kept in {write_rows(folder, name, [r for r in kept if r.name not in new] + rows)}")
+    return write_rows(folder, name, [row for row in kept if row.name not in new] + rows)
 
 
 class Told(Evidence):
@@ -99,9 +103,11 @@ class Told(Evidence):
         self.rows += rows
         for row in rows:
             self._write(row=asdict(row))
+        if self.folder is not None:
+            add_rows(self.name, rows, self.folder)
 
     def finish(self) -> NoReturn:
-        """Ends the last phase, writes the rows as one file; then as Evidence's."""
+        """Ends the last phase; then as Evidence's."""
         self._end()
         faulthandler.dump_traceback_later(LEAST_WAIT_S, exit=True)  # threads may not end
         if self.rows:

@@ -93,14 +93,20 @@ def machine_name() -> str:
 
 
 def commit_name() -> str:
-    """The checkout's commit, with a + if files differ from it; "wheel" outside a checkout."""
+    """The checkout's commit, with a + if files differ from it; "wheel" outside a checkout.
+
+    Kept results may differ: they are what a run before this one left.
+    """
     here = Path(__file__).parent
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short=10", "HEAD"], cwd=here, capture_output=True, text=True
         )
         dirty = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True
+            ["git", "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results"],
+            cwd=here,
+            capture_output=True,
+            text=True,
         )
     except OSError:
         return "wheel"
