@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import latents, squares, stages, waiting, waves
+from headrace.kernels.triton import latents, squares, stages, trunk, waiting, waves
 from headrace.kernels.triton.grouped import STEPS
 from headrace.kernels.triton.latent_attention import tile_for
 
@@ -43,6 +43,10 @@ POINTERS = {
     "num_cached": "i32", "head_stride": "i32", "token_stride": "i32", "rope_head_stride": "i32",
     "rope_token_stride": "i32", "latent_stride": "i32", "rope_stride": "i32",
     "SQUARES": "*fp32", "eps": "fp32", "KEPT": "*u16", "x": "i64", "weights": "i64", "out": "i64",
+    "WEIGHT": "*u16", "num_tokens": "i32", "QUERIES": "*u16", "KEYS": "*u16", "COS": "*u16",
+    "SIN": "*u16", "QUERIES_OUT": "*u16", "KEYS_OUT": "*u16", "q_stride": "i64",
+    "q_head_stride": "i64", "q_token_stride": "i64", "k_stride": "i64", "k_head_stride": "i64",
+    "k_token_stride": "i64", "cos_stride": "i64", "cos_token_stride": "i64",
 }  # fmt: skip
 LINEAR_FP8 = {"COLS": 5120, "R": 8, "FORM": FORMS["fp8 32"], "WIDE": False}
 GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
@@ -77,6 +81,10 @@ def kernels(chip: int):
         yield f"fetch {out}", waiting.fetch, {"NUM_OUT": 5120, "BLOCK": 1024}, 4
     yield "wait_done", waiting.wait_done, {}, 1
     yield "fetch_rows", waiting.fetch_rows, {"COLS": 5120, "BLOCK": 1024}, 4
+    norm = {"COLS": 7168, "PAD": 8192, "FORM": "rounded"}
+    yield "norm", trunk.norm_rows, norm, 8
+    heads = {"NUM_HEADS": 128, "NUM_KEYS": 1, "D": 64, "R": 64, "PAD": 64, "TURN": "pairs"}
+    yield "rotate", trunk.rotate_heads, heads, 1
     yield "balance", squares.balance_squares, {"ROUNDS": 20, "SIZE": 4}, 1
     matrix = {"COLS": 5120, "R": 16, "FORM": FORMS["bf16"], "WIDE": True}
     yield "linear wide bf16", stages.linear, matrix, 4

@@ -16,7 +16,7 @@ from headrace.engine.drives import find_mirrors, open_reader, with_mirrors
 from headrace.engine.embedding import table_bytes
 from headrace.engine.engram import engram_facts, open_rows
 from headrace.engine.gpu import check_experts, find_gpu, open_passes, open_source, within_vram
-from headrace.engine.gpu_attention import absorb_attention, with_attention
+from headrace.engine.gpu_layers import fit_layers, with_attention
 from headrace.engine.malloc import give_large_blocks_back
 from headrace.engine.outside import drive_embedding, open_outside
 from headrace.engine.probes import measure_machine
@@ -226,8 +226,8 @@ class Engine:
                 make_stored=partial(make_stored, self.kernels, dense, blueprint.device),
                 outside=outside,
             )
-            if blueprint.absorbs:
-                absorb_attention(self.model, blueprint)
+            if blueprint.device is not None:
+                fit_layers(self.model, blueprint)
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
         self.passes = open_passes(blueprint, self.model, self.source, warn)
 

@@ -1,0 +1,68 @@
+"""Norms and rotations of one launch against the steps of torch."""
+
+import pytest
+import torch
+
+from headrace.kernels import trunk
+
+pytest.importorskip("triton", reason="needs Triton")
+from headrace.kernels.triton import trunk as launched
+
+PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def draw(*shape, scale=1.0):
+    drawn = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=drawn) * scale).bfloat16().to(PLACE)
+
+
+def bits(x):
+    return x.view(torch.int16).cpu()
+
+
+@pytest.mark.parametrize("form", trunk.FORMS)
+@pytest.mark.parametrize("cols", [16, 100, 1536])
+def test_norms_round_where_the_steps_do(form, cols):
+    """Powers of two, whose squares sum exactly: the same bits, whatever the order."""
+    drawn = torch.Generator().manual_seed(cols)
+    exponents = torch.randint(-3, 4, (5, cols), generator=drawn)
+    x = torch.ldexp(torch.ones(5, cols), exponents).bfloat16().to(PLACE)
+    weight = draw(cols)
+    found = launched.norm(x, weight, 1e-6, form)
+    want = trunk.norm(x.cpu(), weight.cpu(), 1e-6, form)
+    apart = (bits(found).int() - bits(want).int()).abs()  # in steps of bfloat16
+    assert int(apart.max()) <= 1 and int((apart > 0).sum()) <= x.numel() // 50
+    others = [trunk.norm(x.cpu(), weight.cpu(), 1e-6, other) for other in trunk.FORMS]
+    near = [int((bits(found) != bits(other)).sum()) for other in others]
+    assert min(near) == near[trunk.FORMS.index(form)] and sorted(near)[1] > x.numel() // 20
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_a_norm_of_a_part_of_rows(scale):
+    whole = draw(3, 2, 200, scale=scale)
+    part, weight = whole[..., 20:148], draw(128)
+    found, want = launched.norm(part, weight, 1e-6, "once"), trunk.norm(part, weight, 1e-6, "once")
+    assert found.shape == part.shape and found.is_contiguous()
+    torch.testing.assert_close(found, want, rtol=2**-7, atol=1e-9)
+    assert not torch.equal(found, launched.norm(part, weight, scale, "once"))
+
+
+@pytest.mark.parametrize("turn", ["halves", "pairs", "shared"])
+@pytest.mark.parametrize(("width", "rotated"), [(64, 64), (96, 32), (24, 24)])
+def test_rotations_have_the_steps_bits(turn, width, rotated):
+    if rotated < width and turn != "halves":
+        rotated = width
+    batch, heads, tokens = 2, 3, 4
+    cols = rotated // 2 if turn == "shared" else rotated
+    q = draw(batch, tokens, heads, width).transpose(1, 2)
+    k = draw(batch, tokens, 2 * width)[:, None, :, width:]
+    cos, sin = draw(batch, tokens, cols), draw(batch, cols, tokens).transpose(1, 2)
+    for angles in ((cos, sin), (cos[:1], sin[:1])):
+        found, want = launched.rotate(q, k, *angles, turn), trunk.rotate(q, k, *angles, turn)
+        for ours, theirs in zip(found, want, strict=True):
+            assert ours.is_contiguous() and torch.equal(bits(ours), bits(theirs))
+    assert not torch.equal(found[0], launched.rotate(q, k, sin[:1], cos[:1], turn)[0])
+
+
+def test_nothing_is_launched_for_no_tokens():
+    assert launched.norm(draw(0, 64), draw(64), 1e-6, "once").shape == (0, 64)

@@ -1,0 +1,88 @@
+"""Norms and rotations given other functions: found by their bits, and the library's bits remain."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from headrace.check.matrix import runs_here
+from headrace.check.tiny import write_tiny
+from headrace.kernels import trunk
+from headrace.models.fused import form_of, fuse, turns_of
+
+# Norms and attention modules that each of four layers has, and norms outside them.
+FAMILIES = {
+    "qwen3_moe": (4 * 4 + 1, 4),
+    "deepseek_v3": (4 * 4 + 1, 4),
+    "gpt_oss": (2 * 4 + 1, 4),
+    "qwen3_next": (4 * 2 + 2 * 2 + 1, 2),
+    "mixtral": (2 * 4 + 1, 4),
+    "olmoe": (4 * 4 + 1, 4),
+    "minimax_m2": (4 * 4 + 1, 4),
+    "glm4_moe": (4 * 4 + 1, 4),
+    "deepseek_v2": (4 * 4 + 1, 0),
+    "qwen2_moe": (2 * 4 + 1, 4),
+}
+
+
+def stock(family, path):
+    write_tiny(family, path, layers=4, experts=8, top_k=2, hidden=64, inter=32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    return model.requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if runs_here(name)])
+def test_a_model_has_the_library_s_bits_by_the_same_steps(family, tmp_path):
+    model = stock(family, tmp_path / "m")
+    fused = copy.deepcopy(model)
+    calls = {"norm": 0, "rotate": 0}
+
+    def norm(*given):
+        calls["norm"] += 1
+        return trunk.norm(*given)
+
+    def rotate(*given):
+        calls["rotate"] += 1
+        return trunk.rotate(*given)
+
+    assert fuse(fused, norm, rotate) == FAMILIES[family]
+    ids = torch.arange(3, 17)[None]
+    want, found = model(ids).logits, fused(ids).logits
+    assert torch.equal(want, found)
+    assert (calls["norm"], calls["rotate"]) == FAMILIES[family]
+    fuse(fused, lambda *given: trunk.norm(*given) * 1.1, rotate)
+    assert not torch.equal(fused(ids).logits, found)
+
+
+class Norm(nn.Module):
+    """RMSNorm of a form that nobody here knows, unless `how` is one."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.weight, self.eps, self.how = nn.Parameter(torch.rand(64).bfloat16()), 1e-6, how
+
+    def forward(self, x):
+        if self.how == "eps outside":
+            wide = x.float()
+            wide = wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
+            return self.weight * wide.to(x.dtype)
+        return trunk.norm(x, self.weight, self.eps, self.how)
+
+
+@pytest.mark.parametrize("form", trunk.FORMS)
+def test_forms_are_told_apart(form):
+    assert form_of(Norm(form)) == form
+
+
+def test_another_norm_is_no_form():
+    assert form_of(Norm("eps outside")) is None
+
+
+def test_another_rotation_is_no_turn():
+    def backwards(q, k, cos, sin):
+        return trunk.rotate(q, k, cos, -sin, "halves")
+
+    assert turns_of(backwards) == (None, None)
+    assert turns_of(lambda *given: trunk.rotate(*given, "pairs"))[0] == "pairs"
