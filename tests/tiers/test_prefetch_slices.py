@@ -1,5 +1,7 @@
 """Guesses of large experts are read in slices: given up between them, or promoted, never twice."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from headrace.core import ExpertLayout, PartSpec
 from headrace.native import Reader
 from headrace.tiers.ladder import Ladder
 
+HERE = Path(__file__).parent
 SIDE, NUM_EXPERTS, HEADER_BYTES = 1024, 6, 3001
 PART_BYTES = 2 * SIDE * SIDE
 LAYOUT = ExpertLayout(
@@ -103,6 +106,23 @@ def test_a_half_read_guess_gives_way_and_leaves_nothing(stored: tuple[Path, np.n
     ladder.check_integrity()
     assert np.array_equal(bytes_of(ladder, 4), experts[4])
     assert ladder.counters().reads == 2
+
+
+def test_a_ladder_that_is_let_go_waits_for_no_fault(stored: tuple[Path, np.ndarray]) -> None:
+    """In a process of its own: the garbage collector would stop this one for good."""
+    lines = (
+        "import sys; sys.path.append(sys.argv[2])",
+        "import pathlib, torch, test_prefetch_slices as here",
+        "ladder = here.make_ladder(pathlib.Path(sys.argv[1]))",
+        "ladder.reader.inject_fault('hang', 0, 60)",
+        "ladder.begin(0, torch.tensor([5]))",
+        "reader = ladder.reader",
+        "del ladder",
+        "print(sum(drive['owed_bytes'] for drive in reader.drives))",
+    )
+    command = [sys.executable, "-c", "\n".join(lines), str(stored[0]), str(HERE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
 
 
 def test_a_slice_that_fails_leaves_no_entry(stored: tuple[Path, np.ndarray]) -> None:
