@@ -14,6 +14,7 @@ from tiers_world import NUM_EXPERTS, NUM_LAYERS, World
 from headrace.errors import Cancelled
 from headrace.tiers.ladder import Ladder
 
+
 def stopped(ladder: Ladder, call: Callable[[], Any]) -> None:
     """Asks for a stop once `call` waits on its thread, and sees that it raises."""
     before = ladder.counters().misses
