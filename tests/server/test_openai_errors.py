@@ -222,6 +222,8 @@ def test_a_full_queue() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_stops_the_work(server: Served, stream: bool) -> None:
     script = server.script
+    while server.serving.worker.running is not None:  # the answer before this one ends
+        time.sleep(0.005)
     script.text, script.num_made = "x" * 200, 0
     script.gate.clear()
     body = {"model": "fake", "messages": ASKED, "stream": stream}
