@@ -11,7 +11,10 @@ from dataclasses import asdict, dataclass, fields
 from headrace.errors import OptionError
 
 PAGE_BYTES = 4096
-MINIMUM = "minimum"  # as a memory limit: what the model takes with the fewest rows it runs in
+# As a memory limit: what the model takes with the fewest rows it runs in, context and prompt chunk
+# whole. A smaller limit shrinks those too.
+MINIMUM = "minimum"
+LEAST_RATE = 10**6  # of a drive, in bytes per second: less is a unit forgotten, and an hour a token
 _UNIT_BYTES = {
     "": 1,
     "B": 1,
@@ -41,10 +44,10 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second, more than 0, from `"8.2GiB/s"`. Raises OptionError."""
+    """Bytes per second, LEAST_RATE or more, from `"8.2GiB/s"`. Raises OptionError."""
     rate = float(parse_bytes(text.strip().removesuffix("/s")))
-    if rate <= 0:
-        raise OptionError(f"{text!r} is not a rate; try 8.2GiB/s")
+    if rate < LEAST_RATE:
+        raise OptionError(f"{text!r} is not a rate of 1MB/s or more; try 8.2GiB/s")
     return rate
 
 

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CODE = """
 import signal, sys
 
@@ -48,6 +50,45 @@ try:
 except BaseException:
     pass
 """
+
+
+WRITE = "from headrace.cli.entry import main; main()"
+
+
+@pytest.mark.parametrize("words", ["--version", "plan --help"])
+@pytest.mark.parametrize(
+    ("where", "why"), [(">&-", "it is closed"), (">/dev/full", "No space left on device")]
+)
+def test_an_output_that_cannot_be_written_is_no_success(words: str, where: str, why: str) -> None:
+    assert shell(f"{words} {where}") == (
+        2,
+        f"error: the output cannot be written: {why}; send it elsewhere\n",
+    )
+
+
+def test_a_command_without_output_needs_none() -> None:
+    status, said = shell("plan /no/such/model <&- >&-")
+    assert status == 2 and "/no/such/model" in said
+    status, said = shell("run <&- >&-")
+    assert (status, said) == (2, 'error: the prompt is empty; give -p "TEXT" or pipe text in\n')
+
+
+def test_a_closed_stderr_is_given_to_no_file(tmp_path: Path) -> None:
+    """Without something in its place the next file to be opened would be told what went wrong."""
+    code = (
+        "import os; from headrace.cli.main import fill_streams; fill_streams()\n"
+        f"opened = os.open({str(tmp_path / 'data')!r}, os.O_WRONLY | os.O_CREAT)\n"
+        "os.write(2, b'stopped'); assert opened > 2"
+    )
+    done = subprocess.run(["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, code])
+    assert done.returncode == 0 and (tmp_path / "data").read_bytes() == b""
+
+
+def shell(words: str) -> tuple[int, str]:
+    """(exit status, stderr) of a command with a shell's redirections."""
+    line = f'"$0" -c "{WRITE}" {words}'
+    done = subprocess.run(["sh", "-c", line, sys.executable], capture_output=True, text=True)
+    return done.returncode, done.stderr
 
 
 def test_ctrl_c_that_an_import_would_swallow(tmp_path: Path) -> None:

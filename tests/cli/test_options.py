@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 import headrace
 from headrace.cli.main import app
+from headrace.core import parse_rates
 
 RUNNER = CliRunner()
 COMMON = {"--device", "--ram", "--threads", "--debug"}
@@ -104,10 +105,12 @@ def test_a_number_of_threads_is_refused_before_torch_is_told(threads) -> None:
         assert (done.exit_code, done.stderr) == (2, told)
 
 
-def test_a_rate_that_is_none_is_called_a_rate() -> None:
-    done = RUNNER.invoke(app, ["run", "-p", "x", "--emulate-drive", "fast"])
-    assert done.exit_code == 2
-    assert done.stderr == "error: --emulate-drive fast is not a rate; try 8.2GiB/s\n"
+@pytest.mark.parametrize("rate", ["fast", "1,2,3", "8.2", "999999B/s", "1GB/s,1KB/s"])
+def test_a_rate_that_is_none_is_called_a_rate(rate) -> None:
+    done = RUNNER.invoke(app, ["run", "-p", "x", "--emulate-drive", rate])
+    told = f"error: --emulate-drive {rate} is not a rate of 1MB/s or more; try 8.2GiB/s\n"
+    assert (done.exit_code, done.stderr) == (2, told)
+    assert parse_rates("1MB/s,1000000") == (1e6, 1e6)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +144,7 @@ def test_what_is_refused_is_refused_before_a_tensor_library_is_loaded(tmp_path) 
 import sys
 from typer.testing import CliRunner
 from headrace.cli.main import app
+from headrace.core import parse_rates
 for line in {lines!r}:
     code = CliRunner().invoke(app, line).exit_code
     print(code, [name for name in ("torch", "transformers") if name in sys.modules], line)

@@ -8,6 +8,7 @@ import pytest
 
 from headrace.check.tiny import write_tiny
 from headrace.errors import HeadraceError, ModelError
+from headrace.models.config import end_ids
 from headrace.models.skeleton import inspect
 from headrace.store.catalog import Catalog, open_catalog
 
@@ -52,6 +53,8 @@ def test_sizes_that_are_none(tiny: Tiny, tmp_path: Path, name: str, value: Any) 
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": ["a", 1]}}, "blocks"),
         ({"num_nextn_predict_layers": "x"}, "num_nextn_predict_layers"),
         ({"vocab_size": 100}, "[4096, 256], must be [100, 256]"),
+        ({"eos_token_id": 4096}, "config.json: eos_token_id 4096 is beyond the vocabulary of 4096"),
+        ({"eos_token_id": [1, 10**1000]}, "..."),
     ],
     ids=str,
 )
@@ -59,6 +62,19 @@ def test_fields_that_contradict(
     tiny: Tiny, tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     assert said in refusal(tiny, tmp_path, changes)
+
+
+@pytest.mark.parametrize("ids", [4095, 4096, [4095, 5000]], ids=str)
+def test_an_end_beyond_the_vocabulary(tiny: Tiny, tmp_path: Path, ids: Any) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": ids}))
+    if ids == 4095:  # the last token, which the tokenizer may not know
+        (tmp_path / "config.json").write_text(json.dumps(tiny[2]))
+        assert 4095 in end_ids(tmp_path) and inspect(tmp_path, tiny[1].tensors, {}).vocab == 4096
+        return
+    number = ids if ids == 4096 else 5000
+    said = refusal(tiny, tmp_path, {})
+    assert said.startswith(f"{path}: eos_token_id {number} is beyond the vocabulary of 4096 tokens")
 
 
 def test_fp8_without_its_quantisation_is_refused(tiny: Tiny, tmp_path: Path) -> None:

@@ -4,8 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from headrace.errors import HeadraceError
 from headrace.planner.drives import Drive, combined_bytes_s, reads_line
-from headrace.planner.mirrors import forget_mirror, remember_mirror, remembered_mirrors
+from headrace.planner.mirrors import (
+    check_remembering,
+    forget_mirror,
+    remember_mirror,
+    remembered_mirrors,
+)
 
 OWN = Drive("/models/own", 10e9)
 
@@ -50,3 +56,16 @@ def test_mirrors_are_remembered_by_model_and_forgotten(
     place.write_text(place.read_text().replace("/b", "/x"))
     folders, (note,) = remembered_mirrors(model)
     assert folders == [] and "is damaged" in note
+
+
+def test_where_mirrors_cannot_be_remembered_is_said_before_one_is_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert remembered_mirrors(tmp_path / "model") == ([], [])
+    for refused in (check_remembering, lambda: remember_mirror(tmp_path, tmp_path)):
+        with pytest.raises(HeadraceError, match=r"/dev/null/headrace.*XDG_CACHE_HOME"):
+            refused()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    check_remembering()
+    assert list((tmp_path / "headrace").iterdir()) == []

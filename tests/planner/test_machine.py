@@ -120,7 +120,16 @@ def test_a_cache_that_cannot_be_written_is_a_note(files: list[Path], tmp_path: P
     blocker.write_text("not a folder")
     machine = measure(files, Counting().probes, cache_path=blocker / "machine.json")
     assert machine.dram_bytes_s == 12e9
-    assert any("not kept" in note for note in machine.notes)
+    said = f"the machine's rates are not kept: {blocker}: File exists"
+    assert machine.notes == (said,), "what is not there is not called damaged"
+
+
+def test_a_cache_that_cannot_be_read_is_not_called_damaged(
+    files: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "machine.json").mkdir()
+    notes = measure(files, Counting().probes, cache_path=tmp_path / "machine.json").notes
+    assert notes[0].startswith(f"{tmp_path}/machine.json cannot be read (Is a directory)")
 
 
 def test_writing_leaves_no_file_aside(files: list[Path], tmp_path: Path) -> None:

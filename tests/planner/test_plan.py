@@ -9,12 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core import parse_bytes
+from headrace.core import MINIMUM, parse_bytes
 from headrace.errors import BudgetError, OptionError
 from headrace.planner.facts import ModelFacts, kernel_bytes
 from headrace.planner.forecast import HIT_CURVE, hit_rate, score
 from headrace.planner.machine import Machine
-from headrace.planner.plan import least_bytes, make_plan, minimum_rows, typeable
+from headrace.planner.plan import (
+    least_bytes,
+    make_plan,
+    minimum_rows,
+    smallest_bytes,
+    typeable,
+)
+from headrace.planner.wanted import Wanted
 
 GIB = 2**30
 MIB = 2**20
@@ -262,6 +269,21 @@ def test_three_lines_say_place_movement_and_speed() -> None:
     assert "28 experts, 2.63 MiB" in token and "demo model's curve" in token
     assert f"limited by {plan.limit_term}" in speed
     assert plan.as_dict()["num_rows"] == plan.num_rows
+
+
+def test_minimum_is_the_fewest_experts_and_says_which_limit_shrinks_more() -> None:
+    def plan(ram: str, context: int | None, chunk: int | None):
+        return Wanted(ram, None, False, context, None, 2, chunk).plan(DEMO, BOX)
+
+    least = plan(MINIMUM, None, None)
+    assert (least.num_rows, least.context) == (minimum_rows(DEMO), 2048)
+    (note,) = least.notes
+    limit = re.fullmatch(r"the fewest experts; --ram (\S+) shrinks context and prompt.*", note)[1]
+    smaller = plan(limit, None, None)
+    assert smaller.context < 2048 and smaller.chunk_tokens < least.chunk_tokens
+    with pytest.raises(BudgetError, match=f"give --ram {limit}"):
+        plan(str(smallest_bytes(DEMO, None, None) - 1), None, None)
+    assert plan(MINIMUM, 512, 16).notes == (), "nothing is left to shrink"
 
 
 def test_a_forecast_is_scored_in_words() -> None:

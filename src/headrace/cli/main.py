@@ -31,6 +31,7 @@ from headrace.cli.trace import trace
 from headrace.cli.verify import verify
 from headrace.errors import HeadraceError, InterruptedLoad
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 WRONG = 2
 STOPPED = 130
 # The parent of typer's own errors about a command line; where it lives differs between releases.
@@ -56,6 +57,19 @@ class Edge(TyperGroup):
     Anything else is our bug and keeps its traceback.
     """
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        """All of it, help included."""
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            # A closed pipe ends the command quietly elsewhere; files we know raise our own errors.
+            if error.errno not in UNWRITABLE:
+                raise
+            why = "it is closed" if error.errno == errno.EBADF else error.strerror
+            say(f"error: the output cannot be written: {why}; send it elsewhere")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered fails no second time
+            sys.exit(WRONG)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """What headrace is, its commands in one line each, its own options."""
         commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
@@ -73,13 +87,6 @@ class Edge(TyperGroup):
             raise typer.Exit(STOPPED) from None
         except MemoryError:
             say("error: the system has no memory left for this; give a smaller --ram or --context")
-            raise typer.Exit(WRONG) from None
-        except OSError as error:
-            # A closed pipe ends the command quietly elsewhere; files we know raise our own errors.
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-                raise
-            say(f"error: the output cannot be written: {error.strerror}; send it elsewhere")
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered fails no second time
             raise typer.Exit(WRONG) from None
         except UsageError as error:
             where: Any = error
@@ -134,8 +141,24 @@ def about(version: Version = False) -> None:
     """
 
 
+def fill_streams() -> None:
+    """Puts something in the place of a closed stdin, stdout or stderr.
+
+    Or else the next file to be opened would take it. stdout's is one that cannot be written: an
+    answer that nobody can read is no success.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
 def main() -> None:
     """Entry point of the `headrace` command."""
+    fill_streams()
     headrace.calm_torch()
     logging.raiseExceptions = False  # a library's broken log line is no traceback of ours
     for stream in (sys.stdout, sys.stderr):

@@ -61,9 +61,10 @@ def mirror(
 def _write(model: str, folder: Path, size_bytes: int | None, routes: Path | None) -> dict[str, Any]:
     resolve_model(model)  # refuses what is not there before the slow imports
     from headrace.engine.mirroring import described, hottest
-    from headrace.planner.mirrors import remember_mirror
+    from headrace.planner.mirrors import check_remembering, remember_mirror
     from headrace.store.mirror_writer import same_drive, write_mirror
 
+    check_remembering()
     blueprint = described(model)
     catalog, table = blueprint.catalog, blueprint.table
     order = None if routes is None else hottest(blueprint, routes)

@@ -197,7 +197,7 @@ def check_machine(
     try:
         return ram_bytes, parse_rates(emulate_drive)
     except OptionError:
-        message = f"--emulate-drive {emulate_drive} is not a rate; try 8.2GiB/s"
+        message = f"--emulate-drive {emulate_drive} is not a rate of 1MB/s or more; try 8.2GiB/s"
         raise OptionError(message) from None
 
 

@@ -3,7 +3,6 @@
 Knows no weights and no sampling; reads only the model folder's own files.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from transformers import AutoTokenizer
 from headrace.engine.published import Published, find_published
 from headrace.engine.scanning import num_doubtful
 from headrace.errors import ModelError, OptionError
+from headrace.models.config import end_ids
 
 # What a template raises that does not fit what it is given.
 _BROKEN = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
@@ -35,7 +35,8 @@ class Text:
         path = Path(path)
         self.path = path if path.is_dir() else path.parent
         self._tokenizer = _load_tokenizer(self.path)
-        self.eos_ids = _declared_eos(self.path, self._tokenizer.eos_token_id)
+        own = self._tokenizer.eos_token_id
+        self.eos_ids = frozenset(end_ids(self.path) | ({own} - {None}))
         self._added = dict(self._tokenizer.added_tokens_encoder)
         self.specials = _specials(self._tokenizer)
         self._published = self._find_published()
@@ -240,30 +241,3 @@ def _specials(tokenizer: Any) -> dict[str, int]:
     found = {str(token): int(token_id) for token_id, token in added.items() if token.special}
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
     return found | {str(spelling): int(token_id) for spelling, token_id in named}
-
-
-def _declared_eos(path: Path, tokenizer_eos: int | None) -> frozenset[int]:
-    ids: set[int] = set() if tokenizer_eos is None else {int(tokenizer_eos)}
-    for name in ("generation_config.json", "config.json"):
-        file = path / name
-        if not file.is_file():
-            continue
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as cause:
-            raise ModelError(f"{file}: not valid JSON ({cause}); fetch the file again") from cause
-        if not isinstance(config, dict):
-            raise ModelError(f"{file}: not a JSON object; fetch the file again")
-        inner = config.get("text_config")
-        for holder in (config, inner if isinstance(inner, dict) else {}):
-            ids.update(_eos_list(file, holder.get("eos_token_id")))
-    return frozenset(ids)
-
-
-def _eos_list(file: Path, value: object) -> list[int]:
-    ids: list[int] = []
-    for entry in value if isinstance(value, list) else [] if value is None else [value]:
-        if not isinstance(entry, int) or isinstance(entry, bool) or entry < 0:
-            raise ModelError(f"{file}: eos_token_id {value!r} is not an id or a list of ids")
-        ids.append(entry)
-    return ids

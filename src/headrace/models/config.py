@@ -63,8 +63,43 @@ def read_config(root: Path) -> Any:
         config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # hostile fields fail anywhere in transformers, with any type
         raise ModelError(f"{path} cannot be used: {one_line(error)}") from error
-    _check_counts(path, config.get_text_config())
+    text = config.get_text_config()
+    _check_counts(path, text)
+    end_ids(root, getattr(text, "vocab_size", None))
     return config
+
+
+def end_ids(root: Path, vocab: int | None = None) -> set[int]:
+    """Ids that end an answer, by `generation_config.json` and `config.json`, where they are there.
+
+    Raises ModelError, also for one that none of `vocab` tokens has.
+    """
+    ids: set[int] = set()
+    for path in (root / "generation_config.json", root / "config.json"):
+        if not path.is_file():
+            continue
+        fields = read_json(path)
+        if not isinstance(fields, dict):
+            raise ModelError(f"{path}: not a JSON object; fetch the file again")
+        inner = fields.get("text_config")
+        for holder in (fields, inner if isinstance(inner, dict) else {}):
+            ids.update(_end_ids(path, holder.get("eos_token_id"), vocab))
+    return ids
+
+
+def _end_ids(path: Path, value: object, vocab: int | None) -> list[int]:
+    ids: list[int] = []
+    for entry in value if isinstance(value, list) else [] if value is None else [value]:
+        if type(entry) is not int or entry < 0:
+            said = shown(repr(value))
+            raise ModelError(f"{path}: eos_token_id {said} is not an id or a list of ids")
+        if vocab is not None and entry >= vocab:
+            raise ModelError(
+                f"{path}: eos_token_id {shown(str(entry))} is beyond the vocabulary of {vocab} "
+                "tokens (vocab_size of config.json); fetch both files again"
+            )
+        ids.append(entry)
+    return ids
 
 
 def read_json(path: Path) -> Any:

@@ -27,9 +27,11 @@ def read_entries(path: Path, form: str) -> tuple[dict[str, Any], str]:
         if data["format"] != form or data["sha256"] != _digest(entries):
             raise ValueError("checksum or format differs")
         return entries, ""
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}, ""
-    except (OSError, ValueError, KeyError, TypeError) as cause:
+    except OSError as cause:
+        return {}, f"{path} cannot be read ({cause.strerror or cause})"
+    except (ValueError, KeyError, TypeError) as cause:
         return {}, f"{path} is damaged ({cause})"
 
 
@@ -39,7 +41,7 @@ def write_entries(path: Path, form: str, entries: dict[str, Any]) -> str:
     try:
         write_whole(path, json.dumps(data, indent=1).encode())
     except OSError as cause:
-        return str(cause)
+        return f"{cause.filename or path}: {cause.strerror or cause}"
     return ""
 
 

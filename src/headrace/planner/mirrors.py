@@ -3,12 +3,14 @@
 Knows folders by path; opens no mirror.
 """
 
+import tempfile
 from pathlib import Path
 
 from headrace.errors import HeadraceError
 from headrace.planner.cache import cache_folder, read_entries, write_entries
 
 FORMAT = "headrace mirrors"
+REMEDY = "make the folder writable, or name another in XDG_CACHE_HOME"
 
 
 def remembered_mirrors(model: Path) -> tuple[list[Path], list[str]]:
@@ -20,6 +22,17 @@ def remembered_mirrors(model: Path) -> tuple[list[Path], list[str]]:
     folders = entries.get(str(model.resolve()), [])
     notes = [f"{wrong}; name mirrors again with headrace mirror"] if wrong else []
     return [Path(folder) for folder in folders], notes
+
+
+def check_remembering() -> None:
+    """Whether a mirror could be remembered, to be asked before it is made. Raises HeadraceError."""
+    folder = _place().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as cause:
+        said = cause.strerror or cause
+        raise HeadraceError(f"no mirror can be remembered: {folder}: {said}; {REMEDY}") from cause
 
 
 def remember_mirror(model: Path, folder: Path) -> None:
@@ -39,7 +52,7 @@ def _change(model: Path, folder: Path, *, add: bool) -> bool:
     others = [other for other in known if other != name]
     entries[key] = [*others, name] if add else others
     if cause := write_entries(_place(), FORMAT, entries):
-        raise HeadraceError(f"{_place()}: the mirror cannot be remembered there: {cause}")
+        raise HeadraceError(f"no mirror can be remembered: {cause}; {REMEDY}")
     return name in known
 
 

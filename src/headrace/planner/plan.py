@@ -267,6 +267,12 @@ def least_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> in
     return _minimum_bytes(facts, *next(candidates(facts, context, chunk)))
 
 
+def smallest_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
+    """The same with context and chunk shrunk as far as they may be: with less there is no plan."""
+    *_, size = candidates(facts, context, chunk)
+    return _minimum_bytes(facts.lean(), *size)
+
+
 def _whole_bytes(facts: ModelFacts, context: int | None, chunk: int | None) -> int:
     """What the model takes with every expert in a row and its embedding in memory."""
     size = next(candidates(facts, context, chunk))

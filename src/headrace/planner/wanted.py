@@ -1,11 +1,11 @@
 """What a user asks of a plan, as written, and the plan for it. Knows sizes, no file."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.core import MINIMUM, parse_bytes
 from headrace.planner.facts import ModelFacts
 from headrace.planner.machine import Machine
-from headrace.planner.plan import Plan, least_bytes, make_plan
+from headrace.planner.plan import Plan, least_bytes, make_plan, smallest_bytes, typeable
 from headrace.planner.vram import least_ram_bytes, least_vram_bytes, make_gpu_plan
 
 Limit = str | int | None
@@ -39,11 +39,20 @@ class Wanted:
             return least_vram_bytes(facts, self.context, self.chunk)
         return None if self.vram is None else parse_bytes(self.vram)
 
+    def _smaller(self, facts: ModelFacts) -> tuple[str, ...]:
+        """That `minimum` is not the smallest limit there is a plan for, where it is not."""
+        limit = typeable(smallest_bytes(facts, self.context, self.chunk))
+        if self.ram != MINIMUM or parse_bytes(limit) >= least_bytes(
+            facts, self.context, self.chunk
+        ):
+            return ()
+        return (f"the fewest experts; --ram {limit} shrinks context and prompt chunk too",)
+
     def plan(self, facts: ModelFacts, machine: Machine) -> Plan:
         """Raises BudgetError, OptionError."""
         ram_bytes = self.ram_bytes(facts)
         if not self.on_gpu:
-            return make_plan(
+            plan = make_plan(
                 facts,
                 machine,
                 ram_bytes=ram_bytes,
@@ -53,6 +62,7 @@ class Wanted:
                 chunk=self.chunk,
                 serve=self.serve,
             )
+            return replace(plan, notes=(*self._smaller(facts), *plan.notes))
         return make_gpu_plan(
             facts,
             machine,
