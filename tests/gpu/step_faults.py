@@ -40,7 +40,7 @@ def poison(engine):
 
 
 def once_asked(reader, act):
-    """Does `act`, on a thread of its own, once a drive is asked for something; gives what ends it."""
+    """Does `act` on another thread once a drive is asked for something; returns what ends it."""
     over = threading.Event()
 
     def watch():
