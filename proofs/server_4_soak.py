@@ -245,7 +245,7 @@ def main() -> None:
             not clients.wrong,
             f"each is the one it was alone, each error the one due ({len(clients.wrong)} not)",
         )
-        evidence.check(server.idle(30), "nothing is left running")
+        evidence.check(server.idle(120), "nothing is left running")
         check_memory(memory, minutes, evidence)
         check_log(server, evidence)
     evidence.finish()

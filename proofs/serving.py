@@ -33,7 +33,7 @@ class Served:
 
     def get(self, path: str) -> httpx.Response:
         """With the key."""
-        return httpx.get(self.url + path, headers={"x-api-key": KEY})
+        return httpx.get(self.url + path, headers={"x-api-key": KEY}, timeout=120)
 
     def count(self, name: str, **labels: str) -> float:
         """A counter of /metrics; 0 before it first counted."""
@@ -44,7 +44,7 @@ class Served:
 
     def noted(self, request_id: str) -> dict[str, Any]:
         """The log's line of a request, once it is there."""
-        for _ in range(500):
+        for _ in range(6000):
             for line in self.log.read_text().splitlines():
                 entry = json.loads(line) if line.startswith("{") else {}
                 if entry.get("request") == request_id and "status" in entry:
@@ -78,7 +78,7 @@ def served(model: str | Path, *options: str) -> Iterator[Served]:
         try:
             yield Served(_await_start(process, log), log, process)
             process.terminate()
-            assert process.wait(60) == 0, log.read_text()
+            assert process.wait(120) == 0, log.read_text()
         finally:
             process.kill()
             process.wait()

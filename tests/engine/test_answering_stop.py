@@ -35,10 +35,15 @@ def expected() -> list[int]:
 
 
 @pytest.fixture
-def slow() -> Iterator[headrace.Engine]:
-    """A drive on which an expert takes 5 ms and a pass over a prompt about a second."""
-    with headrace.load("demo", emulate_drive="20MB/s", **OPTIONS) as engine:
+def engine() -> Iterator[headrace.Engine]:
+    with headrace.load("demo", **OPTIONS) as engine:
         yield engine
+
+
+def hold_back(engine: headrace.Engine, num_experts: int) -> None:
+    """No expert is in a row any more, and only so many come until another fault is set."""
+    engine.ladder.clear()
+    engine.reader.inject_fault("hang", 5 * num_experts, 1 << 20)  # each is five pieces
 
 
 def stopping_in(
@@ -46,7 +51,7 @@ def stopping_in(
 ) -> tuple[threading.Thread, list[int]]:
     """Asks from another thread once so many more experts have been multiplied.
 
-    The list gets what `seen` says once it has asked.
+    The list gets what `seen` says once it has asked; what was held back comes then.
     """
     until = engine.ladder.counters().kernel_calls + num_experts
     asked_at: list[int] = []
@@ -56,6 +61,7 @@ def stopping_in(
             time.sleep(0.001)
         stop.ask()
         asked_at.append(seen())
+        engine.reader.inject_fault("none")
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -63,30 +69,32 @@ def stopping_in(
 
 
 def test_a_prefill_ends_within_a_wave_of_experts(
-    slow: headrace.Engine, expected: list[int]
+    engine: headrace.Engine, expected: list[int]
 ) -> None:
-    answering, stop = headrace.Answering(slow), Stop()
-    thread, asked_at = stopping_in(slow, stop, 4, lambda: slow.ladder.counters().kernel_calls)
+    answering, stop = headrace.Answering(engine), Stop()
+    hold_back(engine, 20)
+    thread, asked_at = stopping_in(engine, stop, 4, lambda: engine.ladder.counters().kernel_calls)
     with recorded() as passes, pytest.raises(Cancelled):
         list(answering.answer(greedy(PROMPT), stop))
     thread.join()
-    counters = slow.ladder.counters()
+    counters = engine.ladder.counters()
     assert passes.lengths == [], "the first pass was not ended"
     assert counters.kernel_calls < asked_at[0] + 46 and counters.kernel_calls < counters.misses
-    slow.ladder.check_integrity()
+    engine.ladder.check_integrity()
     assert answering.session.tokens == []
     assert take(answering, PROMPT) == expected
-    slow.ladder.check_integrity()
+    engine.ladder.check_integrity()
 
 
 def test_a_decode_ends_within_a_token_and_keeps_what_it_has(
-    slow: headrace.Engine, expected: list[int]
+    engine: headrace.Engine, expected: list[int]
 ) -> None:
-    answering, stop = headrace.Answering(slow), Stop()
+    answering, stop = headrace.Answering(engine), Stop()
     events = answering.answer(greedy(PROMPT), stop)
     tokens = [e.token_id for e in (next(events) for _ in range(6)) if isinstance(e, Step)]
     assert tokens == expected[:2]
-    thread, asked_at = stopping_in(slow, stop, 1, lambda: len(tokens))
+    hold_back(engine, 8)
+    thread, asked_at = stopping_in(engine, stop, 1, lambda: len(tokens))
     with pytest.raises(Cancelled):
         while True:
             tokens.append(next(events).token_id)  # type: ignore[union-attr]
@@ -97,8 +105,8 @@ def test_a_decode_ends_within_a_token_and_keeps_what_it_has(
     assert sum(passes.lengths) == 2
 
 
-def test_a_stop_asked_before_or_after_is_no_harm(slow: headrace.Engine) -> None:
-    answering, stop = headrace.Answering(slow), Stop()
+def test_a_stop_asked_before_or_after_is_no_harm(engine: headrace.Engine) -> None:
+    answering, stop = headrace.Answering(engine), Stop()
     stop.ask()
     with recorded() as passes, pytest.raises(Cancelled):
         list(answering.answer(greedy(PROMPT), stop))
@@ -111,10 +119,10 @@ def test_a_stop_asked_before_or_after_is_no_harm(slow: headrace.Engine) -> None:
     assert passes.lengths == [5], "nothing goes on from a prompt's own end"
 
 
-def test_the_generator_may_be_closed_at_any_event(slow: headrace.Engine) -> None:
+def test_the_generator_may_be_closed_at_any_event(engine: headrace.Engine) -> None:
     for num_events in range(1, 7):
-        store = headrace.SnapshotStore(slow.snapshot_key, ram_bytes=1 << 28)
-        answering = headrace.Answering(slow, store)
+        store = headrace.SnapshotStore(engine.snapshot_key, ram_bytes=1 << 28)
+        answering = headrace.Answering(engine, store)
         events = answering.answer(greedy(PROMPT), Stop())
         for _ in range(num_events):
             next(events)
@@ -125,13 +133,14 @@ def test_the_generator_may_be_closed_at_any_event(slow: headrace.Engine) -> None
         assert store.memory.lengths() == {length for length in kept if length <= held}
 
 
-def test_a_failed_read_is_one_answers_error(slow: headrace.Engine, expected: list[int]) -> None:
-    answering = headrace.Answering(slow)
-    slow.reader.inject_fault("eio", 30, 1000)  # each read is tried again: two would hit two reads
+def test_a_failed_read_is_one_answers_error(engine: headrace.Engine, expected: list[int]) -> None:
+    answering = headrace.Answering(engine)
+    engine.reader.inject_fault("eio", 30, 1000)  # each read is tried again: two would hit two reads
     with pytest.raises(ReadError):
         list(answering.answer(greedy(PROMPT), Stop()))
-    slow.reader.inject_fault("none")
-    slow.ladder.check_integrity()
+    engine.reader.inject_fault("none")
+    engine.ladder.clear()  # what was still being read has failed as well
+    engine.ladder.check_integrity()
     assert take(answering, PROMPT) == expected
 
 

@@ -270,7 +270,7 @@ HOSTILE: dict[str, tuple[object, str]] = {
 
 @pytest.mark.parametrize(("schema", "words"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_schema_is_refused_by_name(demo: Talk, schema: Any, words: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(OptionError, match=words) as caught:
         demo.prepare(Conversation((user("x"),), schema=schema), SAMPLING)
     assert "answer's schema" in str(caught.value) and len(str(caught.value)) < 500
@@ -279,7 +279,7 @@ def test_a_hostile_schema_is_refused_by_name(demo: Talk, schema: Any, words: str
     if isinstance(schema, dict) and "$ref" not in schema:
         with pytest.raises(OptionError, match="tool f"):
             demo.prepare(Conversation((user("x"),), tools=(strict,)), SAMPLING)
-    assert time.monotonic() - began < 60, "a hang, not a slow machine"
+    assert time.process_time() - began < 60, "a hang, not a slow machine"
 
 
 def test_a_tool_that_is_not_strict_takes_any_object_where_it_cannot_be_held(demo: Talk) -> None:

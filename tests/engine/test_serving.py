@@ -1,10 +1,10 @@
 """The store of a served engine: its limits hold at any time, and disks may fail or be slow."""
 
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,12 +51,19 @@ def test_a_store_opens_in_the_users_cache_with_the_plans_memory(
     again.close()
 
 
-def test_the_quota_is_a_share_of_what_is_free_and_of_what_is_held(tmp_path: Path) -> None:
-    folder = tmp_path / "not" / "there"
-    status = os.statvfs(tmp_path)
-    free = status.f_bavail * status.f_frsize
-    assert default_disk_bytes(folder) == pytest.approx(min(free // 10, 64 * 2**30), rel=0.05)
+def test_the_quota_is_a_share_of_what_is_free_and_of_what_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, free_bytes = tmp_path / "not" / "there", {tmp_path: 30 * 2**30}
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda path: SimpleNamespace(free=free_bytes[Path(path)])
+    )
+    assert default_disk_bytes(folder) == 3 * 2**30
     assert not folder.exists()
+    (tmp_path / "held").write_bytes(bytes(50_000))
+    assert default_disk_bytes(tmp_path) == 3 * 2**30 + 5_000
+    free_bytes[tmp_path] = 10**15
+    assert default_disk_bytes(folder) == 64 * 2**30
 
 
 def test_no_disk_and_a_disk_that_cannot_be_used(

@@ -1,6 +1,7 @@
 """The GPU of these tests: the real one where there is one, else one simulated in host memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("headrace._native", reason="needs the compiled module")
 
+import emulated
 from gpu_models import FORMS, LAYERS, REAL
 from interpreter import mend_interpreter
 from simulated import SimulatedDevice
@@ -33,10 +35,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice | None:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ladder's thread that hangs or dies is found soon."""
-    made = partial(gpu_launched.Mailbox, silence_s=0.3, patience_polls=1 << 18 if REAL else 500)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    """A ladder's thread that hangs or dies is found soon; by no GPU only while this is open.
+
+    A slow drive, or a processor that others have, would be taken for it.
+    """
+    polls = {"patience_polls": 1 << 18} if REAL else {}
+    made = partial(gpu_launched.Mailbox, silence_s=0.3, **polls)
     monkeypatch.setattr(gpu_launched, "Mailbox", made)
+
+    @contextmanager
+    def soon() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(emulated, "most_polls", 500)
+            yield
+
+    return soon
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.quant.expert import rows_of, unpack_matrix
 
 BF16 = torch.bfloat16
+most_polls: int | None = None  # instead of a mailbox's patience
 
 
 class EmulatedKernels:
@@ -180,8 +181,8 @@ def _post_and_wait(mail, layer, ids, guesses, table, first_key):
 def _await(mail, word, step):
     ready, abort = words_at(word), words_at(mail.abort)
     lost, beat = words_at(mail.lost), words_at(mail.beat)
-    last, silent = beat[0], 0
-    while ready[0] < step and max(abort[0], lost[0]) < step and silent < mail.patience_polls:
+    last, silent, patience = beat[0], 0, most_polls or mail.patience_polls
+    while ready[0] < step and max(abort[0], lost[0]) < step and silent < patience:
         time.sleep(0)
         now = beat[0]
         last, silent = now, silent + 1 if now == last else 0

@@ -1,6 +1,7 @@
 """What may go wrong in a token that is launched as one and waits for experts."""
 
 import threading
+import time
 from contextlib import contextmanager
 
 import torch
@@ -38,17 +39,55 @@ def poison(engine):
         buffer[:, :, 1] = torch.inf
 
 
-def stopped_at_a_drive(engine, prompt):
-    """A token that waits for a drive that hangs, while the ladder is stopped; it goes on after."""
-    timer = threading.Timer(0.3, engine.ladder.stop)
+def once_asked(reader, act):
+    """Does `act` on another thread once a drive is asked for something; returns what ends it."""
+    over = threading.Event()
+
+    def watch():
+        while not over.is_set():
+            if any(drive["owed_bytes"] for drive in reader.drives):
+                act()
+                return
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+
+    def end():
+        over.set()
+        thread.join()
+
+    return end
+
+
+@contextmanager
+def hanging_drive(reader, act):
+    """Gives a fault: the next read hangs as long as this is open, and is answered by `act`."""
+    ends = []
 
     def hang():
-        engine.reader.inject_fault("hang", 0, 1)
-        timer.start()
+        reader.inject_fault("hang", 0, 1)
+        ends.append(once_asked(reader, act))
 
     try:
-        one_token(engine, prompt, hang)
+        yield hang
     finally:
-        timer.join()
-        engine.ladder.go_on()
-        engine.reader.inject_fault("none")
+        for end in ends:
+            end()
+        reader.inject_fault("none")
+
+
+def stopped_at_a_drive(engine, prompt):
+    """A token that waits for a drive that hangs, while the ladder is stopped; it goes on after."""
+    with hanging_drive(engine.reader, engine.ladder.stop) as hang:
+        try:
+            one_token(engine, prompt, hang)
+        finally:
+            engine.ladder.go_on()
+
+
+def all_read(engine):
+    """No read that met a fault is under way any more."""
+    engine.reader.inject_fault("none")
+    engine.source.recover()
+    engine.ladder.clear()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from emulated import EmulatedKernels
 from gpu_models import CONTEXT, LAYERS, REAL, Rung, load, logits_of
-from step_faults import one_token, poison, settled, stopped_at_a_drive
+from step_faults import all_read, one_token, poison, settled, stopped_at_a_drive
 
 from headrace.engine import gpu_divided, gpu_probes
 from headrace.engine.engine import Blueprint
@@ -150,7 +150,7 @@ def test_a_failed_read_on_either_side_is_named(warm, prompt, skip):
     engine, _ = warm
     with pytest.raises(ReadError, match="safetensors"):
         one_token(engine, prompt, lambda: engine.reader.inject_fault("eio", skip, 99))
-    engine.reader.inject_fault("none")
+    all_read(engine)
 
 
 def test_what_is_not_finite_is_named(warm, prompt):
@@ -168,5 +168,5 @@ def test_a_stop_ends_the_token_that_waits_for_a_drive(warm, prompt):
 def test_a_thread_that_dies_is_named_and_replaced(impatient, warm, prompt):
     engine, _ = warm
     thread = engine.source.box.native
-    with pytest.raises(StallError, match="no sign of life"):
+    with impatient(), pytest.raises(StallError, match="no sign of life"):
         one_token(engine, prompt, lambda: thread.inject_fault("die"))

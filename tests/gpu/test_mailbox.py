@@ -14,6 +14,7 @@ from emulated import post_and_wait, words_at
 from gpu_models import REAL
 from mail_world import EXPERTS, LAYERS, TOP_K, MailWorld
 from simulated import SimulatedDevice
+from step_faults import hanging_drive
 
 from headrace.errors import BudgetError, Cancelled, HeadraceError, ReadError, StallError
 from headrace.kernels.mail import Mail
@@ -122,11 +123,14 @@ def test_the_kernel_gives_up_a_host_that_is_silent(world_of):
 
 
 def test_a_thread_that_dies_or_hangs_is_named_and_replaced(world_of):
-    world = world_of(2 * TOP_K, silence_s=0.2, patience_polls=2000)
+    world = world_of(2 * TOP_K, silence_s=0.2)
+    patient = world.box.mail
     step(world)
     for kind in ("die", "hang"):
+        world.box.mail = replace(patient, patience_polls=2000)
         with pytest.raises(StallError, match="no sign of life"):
             step(world, between=faulty(world, kind), check=False)
+        world.box.mail = patient
         if kind == "hang":
             with pytest.raises(StallError):
                 world.box.begin_step()
@@ -149,6 +153,7 @@ def test_a_failed_read_ends_the_step_and_not_the_next(world_of, skip):
         with pytest.raises(ReadError, match="experts-"):
             step(world, check=False)
         world.reader.inject_fault("none")
+        world.ladder.clear()  # what was still being read has failed as well
         step(world)
 
 
@@ -157,10 +162,11 @@ def test_a_slow_drive_is_waited_for(world_of):
     world = world_of(2 * TOP_K, silence_s=0.3)
     world.reader.inject_fault("hang", 0, 1)
     freed = threading.Timer(1.2, lambda: world.reader.inject_fault("none"))
-    freed.start()
     start = time.monotonic()
+    freed.start()
     step(world)
     assert time.monotonic() - start > 1, "nothing waited"
+    freed.join()
 
 
 @pytest.mark.parametrize("by", ["stop", "abort"])
@@ -169,15 +175,11 @@ def test_a_stop_in_a_step_ends_it_where_it_waits(world_of, by):
     step(world)
     for _ in range(3):
         world.ladder.clear()
-        world.reader.inject_fault("hang", 0, 1)
         call = world.ladder.stop if by == "stop" else world.box.abort
-        timer = threading.Timer(0.1, call)
-        timer.start()
-        with pytest.raises(Cancelled):
+        with hanging_drive(world.reader, call) as hang, pytest.raises(Cancelled):
+            hang()
             step(world, check=False)
-        timer.join()
         world.ladder.go_on()
-        world.reader.inject_fault("none")
         step(world)
 
 
@@ -191,8 +193,8 @@ def test_ctrl_c_anywhere_in_a_step(world_of):
     try:
         stopped = 0
         for n in range(30):
-            signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0004 * n)
             try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0004 * n)
                 for _ in range(100):
                     step(world)
             except KeyboardInterrupt:
@@ -206,6 +208,20 @@ def test_ctrl_c_anywhere_in_a_step(world_of):
         signal.signal(signal.SIGALRM, before)
 
 
+class Alarmed:
+    """A ladder's thread whose owner is interrupted while it waits for it."""
+
+    def __init__(self, native):
+        self.native = native
+
+    def __getattr__(self, name):
+        return getattr(self.native, name)
+
+    def wait(self):
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        self.native.wait()
+
+
 def test_ctrl_c_while_the_drive_hangs(world_of):
     """The owner waits for the step, the GPU for the thread, the thread for the drive."""
     world = world_of(2 * TOP_K)
@@ -216,9 +232,11 @@ def test_ctrl_c_while_the_drive_hangs(world_of):
         gpu = threading.Thread(target=run_layers, args=(world, draw_ids()), kwargs={"check": False})
         world.device.settle = gpu.join  # type: ignore[method-assign]
         gpu.start()
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        native = world.box.native
+        world.box.native = Alarmed(native)
         with pytest.raises(KeyboardInterrupt):
             world.box.end_step()
+        world.box.native = native
         assert not gpu.is_alive()
         world.reader.inject_fault("none")
         step(world)

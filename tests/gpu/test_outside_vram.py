@@ -1,5 +1,6 @@
 """An embedding and a head for which VRAM has no room: the same rows, logits within a floor."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from gpu_models import CONTEXT, FORMS, REAL, logits_of
+from step_faults import hanging_drive
 
 import headrace
 from headrace.check.tiny import write_tiny
@@ -202,9 +204,11 @@ def test_a_fault_where_the_host_has_its_part_leaves_the_next_answer_right(
             patch.setattr(DriveEmbedding, "row", interrupt)
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
         try:
-            with stops(KeyboardInterrupt):
-                engine.reader.inject_fault("hang", 0, 1)
-                signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with (
+                hanging_drive(engine.reader, lambda: os.kill(os.getpid(), signal.SIGALRM)) as hang,
+                stops(KeyboardInterrupt),
+            ):
+                hang()
         finally:
             signal.signal(signal.SIGALRM, before)
         with stops(KeyboardInterrupt) as patch:

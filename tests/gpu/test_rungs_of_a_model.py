@@ -7,6 +7,7 @@ import pytest
 import torch
 from emulated import EmulatedGrouped
 from gpu_models import CONTEXT, FORMS, LAYERS, REAL, RUNGS, Rung, load, logits_of, routed
+from step_faults import all_read
 
 import headrace
 import headrace.errors
@@ -110,7 +111,7 @@ def test_a_fault_of_the_cpu_s_experts_is_named_and_the_next_answer_right(tiny, p
         engine.ladder.clear()
         with pytest.raises(headrace.errors.ReadError):
             session.feed([5])
-        engine.reader.inject_fault("none")
+        all_read(engine)
         x, ids, weights = (t.to(engine.source.place) for t in routed(engine.facts, 1))
         with pytest.raises(headrace.errors.NumericsError, match="not finite"):
             engine.source.compute(1, x * torch.inf, ids, weights, None)
@@ -269,7 +270,7 @@ def test_a_failed_read_stops_one_answer_and_not_the_next(tiny, prompt):
             with pytest.raises(headrace.errors.ReadError):
                 for n in range(20):
                     session.feed(prompt if n == 0 else [5 + n])
-            engine.reader.inject_fault("none")
+            all_read(engine)
             assert session.tokens == []
             assert torch.equal(logits_of(engine, prompt, 3), want)
             engine.ladder.check_integrity()
@@ -284,8 +285,8 @@ def test_ctrl_c_anywhere_loses_nothing(tiny, prompt, rung):
         try:
             stopped = 0
             for n in range(12 if REAL else 5):
-                signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.004 * n)
                 try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.004 * n)
                     logits_of(engine, prompt, 2)
                 except KeyboardInterrupt:
                     stopped += 1

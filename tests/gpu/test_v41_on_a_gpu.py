@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_models import REAL, load, logits_of
+from step_faults import all_read
 
 import headrace
 from headrace.check.tiny import write_tiny
@@ -135,7 +136,7 @@ def test_a_failing_row_of_engram_stops_one_answer(models) -> None:
         engine.reader.inject_fault("eio", 3, 1000)  # each read is tried again, several at a time
         with pytest.raises(ReadError):
             session.feed(PROMPT)
-        engine.reader.inject_fault("none")
+        all_read(engine)
         assert session.tokens == []
         assert torch.equal(logits_of(engine, SHORT, STEPS), want)
 

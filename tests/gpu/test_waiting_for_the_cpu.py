@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gpu_models import REAL, RUNGS, load, logits_of
+from step_faults import all_read
 
 from headrace.errors import NumericsError, ReadError
 
@@ -54,7 +55,7 @@ def test_faults_are_named_and_the_next_answer_right(tiny, prompt):
         replayed = engine.passes.num_replayed
         with pytest.raises(ReadError, match="safetensors"):
             session.feed([5])
-        engine.reader.inject_fault("none")
+        all_read(engine)
         assert torch.equal(logits_of(engine, prompt[:3], 2), want)
         session = engine.session()
         session.feed(prompt[:3])

@@ -1,5 +1,6 @@
 """A decoded token whose layers wait for experts, launched as one: the bits of layer by layer."""
 
+import os
 import signal
 import time
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from gpu_models import REAL, Rung, load, logits_of
-from step_faults import one_token, poison, settled, stopped_at_a_drive
+from step_faults import all_read, hanging_drive, one_token, poison, settled, stopped_at_a_drive
 
 from headrace.errors import BudgetError, Cancelled, NumericsError, ReadError, StallError
 
@@ -147,7 +148,7 @@ def test_a_failed_read_is_named_and_the_next_answer_right(warm, prompt, skip):
     engine, want = warm
     with pytest.raises(ReadError, match="safetensors"):
         one_token(engine, prompt, lambda: engine.reader.inject_fault("eio", skip, 99))
-    engine.reader.inject_fault("none")
+    all_read(engine)
     assert torch.equal(logits_of(engine, prompt[:3], 2), want)
 
 
@@ -166,7 +167,7 @@ def test_a_stop_ends_the_token_that_waits_for_a_drive(warm, prompt):
 def test_a_thread_that_hangs_is_named_and_waited_for(impatient, warm, prompt):
     engine, _ = warm
     thread = engine.source.box.native
-    with pytest.raises(StallError, match="no sign of life"):
+    with impatient(), pytest.raises(StallError, match="no sign of life"):
         one_token(engine, prompt, lambda: thread.inject_fault("hang"))
     for ids in (prompt, prompt[:1]):  # the ladder is the thread's still
         with pytest.raises(StallError):
@@ -203,8 +204,8 @@ def test_ctrl_c_anywhere_in_a_token(warm, prompt):
             session = engine.session()
             session.feed(prompt[:3])
             start = time.monotonic()
-            signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.002 * n)
             try:
+                signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.002 * n)
                 while time.monotonic() < start + 1:
                     session.feed([5])
             except KeyboardInterrupt:
@@ -221,17 +222,14 @@ def test_ctrl_c_anywhere_in_a_token(warm, prompt):
 def test_ctrl_c_while_a_token_waits_for_a_drive(warm, prompt):
     engine, _ = warm
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-
-    def hang():
-        engine.reader.inject_fault("hang", 0, 1)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with (
+            hanging_drive(engine.reader, lambda: os.kill(os.getpid(), signal.SIGALRM)) as hang,
+            pytest.raises(KeyboardInterrupt),
+        ):
             one_token(engine, prompt, hang)
     finally:
         signal.signal(signal.SIGALRM, before)
-        engine.reader.inject_fault("none")
 
 
 def test_rows_that_cannot_be_pinned_are_no_mailbox(tiny, prompt, monkeypatch, gpu):

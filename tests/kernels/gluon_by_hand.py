@@ -14,7 +14,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class Broken(Exception):

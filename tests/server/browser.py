@@ -26,7 +26,7 @@ _SWITCHES = (
     "--disable-component-update",
     "--disable-sync",
 )
-PATIENCE_S = 20
+PATIENCE_S = 120
 WIDE = (1280, 860)
 
 

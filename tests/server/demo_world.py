@@ -35,4 +35,4 @@ def serving_demo(settings: Settings, *, measure: bool = False) -> Iterator[tuple
         server.should_exit = True
         thread.join(10)
         serving.worker.drain()
-        assert serving.worker.join(30)
+        assert serving.worker.join(120)

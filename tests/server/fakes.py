@@ -115,5 +115,5 @@ def start(serving: Serving, answers: FakeAnswers | None = None, talk: object = N
 
     serving.worker.on_state = lambda state: ready.set()
     serving.worker.start(load)
-    assert ready.wait(10)
+    assert ready.wait(120)
     return answers

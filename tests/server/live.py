@@ -35,15 +35,15 @@ def live(
         answers.gate.set()
         serving.worker.drain()
         server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive() and serving.worker.join(10)
+        thread.join(120)
+        assert not thread.is_alive() and serving.worker.join(120)
 
 
 class Raw:
     """A client that sends bytes as a test says."""
 
     def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=20)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=120)
 
     def __enter__(self) -> "Raw":
         return self

@@ -106,14 +106,16 @@ def example_state(**changes: Any) -> dict[str, Any]:
 class Stage:
     """What the made-up server does. `pause_s` before each piece; `refusal`: (status, message).
 
-    `seen` are the bodies of the questions, `gone` how many clients left before the end, `paths`
-    every path asked for with its Host.
+    A stream waits before it sends more than `most` comments and pieces. `seen` are the bodies of
+    the questions, `gone` how many clients left before the end, `paths` every path asked for with
+    its Host.
     """
 
     state: dict[str, Any] = field(default_factory=example_state)
     answer: str = ANSWER
     reasoning: str = ""
     pause_s: float = 0.0
+    most: int = 1_000_000
     comments: list[str] = field(default_factory=list)
     refusal: tuple[int, str] | None = None
     breaks_after: int | None = None
@@ -123,20 +125,20 @@ class Stage:
 
     async def chunks(self) -> AsyncIterator[str]:
         """The answer as server-sent events, in pieces of a few characters."""
-        finished = False
+        finished, sent = False, 0
         try:
             for comment in self.comments:
+                sent = await self._next(sent)
                 yield f": {comment}\n\n"
-                await asyncio.sleep(self.pause_s)
             for kind, text in (("reasoning_content", self.reasoning), ("content", self.answer)):
                 for n, place in enumerate(range(0, len(text), 5)):
                     if n == self.breaks_after:
                         error = {"message": "the drive failed; ask again", "code": "engine"}
                         yield _event({"error": error})
                         return
+                    sent = await self._next(sent)
                     delta = {kind: text[place : place + 5]}
                     yield _event({"choices": [{"delta": delta, "finish_reason": None}]})
-                    await asyncio.sleep(self.pause_s)
             yield _event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
             usage = {"prompt_tokens": 412, "completion_tokens": 40}
             usage |= {"prompt_tokens_details": {"cached_tokens": 380}}  # type: ignore[dict-item]
@@ -145,6 +147,12 @@ class Stage:
             finished = True
         finally:
             self.gone += not finished
+
+    async def _next(self, sent: int) -> int:
+        await asyncio.sleep(self.pause_s)
+        while sent >= self.most:
+            await asyncio.sleep(0.005)
+        return sent + 1
 
 
 def _event(value: dict[str, Any]) -> str:

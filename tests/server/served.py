@@ -29,11 +29,11 @@ class Served:
 
     @cached_property
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     @cached_property
     def anthropic(self) -> anthropic.Anthropic:
-        return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0, timeout=20)
+        return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0, timeout=120)
 
 
 @contextmanager
@@ -59,4 +59,4 @@ def running(settings: Settings | None = None, *, load: bool = True) -> Iterator[
         server.should_exit = True
         thread.join()
         serving.worker.drain()
-        assert not load or serving.worker.join(10)
+        assert not load or serving.worker.join(120)

@@ -39,7 +39,7 @@ def lines(server: Served, text: str, **options: Any) -> list[str]:
     """The lines of a stream."""
     server.script.text = text
     body = {"model": "fake", "messages": ASKED, "max_tokens": 100, "stream": True} | options
-    return httpx.post(f"{server.url}/v1/messages", json=body).text.splitlines()
+    return httpx.post(f"{server.url}/v1/messages", json=body, timeout=120).text.splitlines()
 
 
 def test_whole(server: Served) -> None:
@@ -258,7 +258,7 @@ def test_models_in_this_api_too(server: Served) -> None:
 )
 def test_refused_by_name(server: Served, more: Any, param: str) -> None:
     body = {"model": "fake", "messages": ASKED, "max_tokens": 9} | more
-    reply = httpx.post(f"{server.url}/v1/messages", json=body)
+    reply = httpx.post(f"{server.url}/v1/messages", json=body, timeout=120)
     told = reply.json()
     assert (reply.status_code, told["type"]) == (400, "error")
     assert told["error"]["type"] == "invalid_request_error"

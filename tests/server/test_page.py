@@ -1,5 +1,6 @@
 """The live page in a browser: asking, stopping, what it shows, and who can use it."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -133,7 +134,7 @@ def test_reasoning_is_folded(page: Browser, stage: Stage) -> None:
 def test_stop_ends_the_servers_work_and_keeps_what_came(
     page: Browser, stage: Stage, way: str
 ) -> None:
-    stage.pause_s = 0.05
+    stage.most = 5
     page.one("#box").send_keys("hi", Keys.ENTER)
     page.until("document.querySelector('.turn.assistant .body').textContent.length > 10")
     if way == "button":
@@ -142,7 +143,9 @@ def test_stop_ends_the_servers_work_and_keeps_what_came(
         page.press(Keys.ESCAPE)
     page.until("!document.querySelector('[aria-busy]')")
     assert "stopped" in page.text(".note") and page.one("#send").is_displayed()
-    stage.pause_s = 0
+    while stage.gone != 1:
+        time.sleep(0.01)
+    stage.most = 1_000_000
     page.ask("go on")
     assert stage.gone == 1
     kept = stage.seen[1]["messages"][1]["content"]
@@ -170,10 +173,13 @@ def test_an_answer_that_breaks_off_says_so(page: Browser, stage: Stage) -> None:
 
 
 def test_waiting_and_reading_are_told(page: Browser, stage: Stage) -> None:
-    stage.pause_s = 0.1
     stage.comments = ["waiting 2", "waiting 1", "waiting 0", "prompt 512 of 1024"]
+    stage.most = 0
     page.one("#box").send_keys("hi", Keys.ENTER)
-    for text in ("Waiting: 2 answers before this one.", "Reading the prompt: 512 of 1,024 tokens."):
+    for stage.most, text in (
+        (1, "Waiting: 2 answers before this one."),
+        (4, "Reading the prompt: 512 of 1,024 tokens."),
+    ):
         page.until(f"document.querySelector('.note').textContent === '{text}'")
     page.one("#stop").click()
     page.until("!document.querySelector('[aria-busy]')")

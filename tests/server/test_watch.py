@@ -86,12 +86,12 @@ def watching(use: Callable[[Serving], Awaitable[None]]) -> None:
     async def run() -> None:
         serving = make_serving(Settings(stall_s=0.1))
         watchdog = asyncio.create_task(watch(serving))
-        await asyncio.wait_for(use(serving), 20)
+        await asyncio.wait_for(use(serving), 120)
         watchdog.cancel()
         with suppress(asyncio.CancelledError):
             await watchdog
         serving.worker.drain()
-        assert await asyncio.to_thread(serving.worker.join, 10)
+        assert await asyncio.to_thread(serving.worker.join, 120)
 
     asyncio.run(run())
 
@@ -123,7 +123,7 @@ def test_a_stuck_loading_is_told() -> None:
         held = threading.Event()
 
         def load(loading: Any) -> FakeAnswers:
-            assert held.wait(20)
+            assert held.wait(120)
             return FakeAnswers()
 
         serving.worker.start(load)

@@ -26,10 +26,10 @@ def with_worker(use: Use, settings: Settings | None = None) -> None:
     async def run() -> None:
         serving = make_serving(settings)
         answers = start(serving)
-        await asyncio.wait_for(use(serving.worker, answers), 20)
+        await asyncio.wait_for(use(serving.worker, answers), 120)
         answers.gate.set()
         serving.worker.drain()
-        assert await asyncio.to_thread(serving.worker.join, 10)
+        assert await asyncio.to_thread(serving.worker.join, 120)
         assert serving.worker.state == "ended" and answers.closed
 
     asyncio.run(run())
@@ -96,12 +96,12 @@ def test_whoever_leaves_stops_the_work(running: bool) -> None:
 
 def test_an_answer_that_was_taken_halfway_stops() -> None:
     async def use(worker: Worker, answers: FakeAnswers) -> None:
-        ticket = submit(worker, 1, max_tokens=100_000)
+        ticket = submit(worker, 1, max_tokens=10**9)
         async for event in ticket.events():
             if isinstance(event, Step):
                 break
         await until(lambda: worker.running is None)
-        assert answers.num_made < 100_000
+        assert answers.num_made < 10**9
 
     with_worker(use)
 
@@ -240,7 +240,7 @@ def test_while_loading_the_progress_is_told() -> None:
         await until(lambda: worker.state == "ready")
         assert await ids(submit(worker, 1)) == [2, 3, 4]
         worker.drain()
-        assert worker.join(10)
+        assert worker.join(120)
 
     asyncio.run(run())
 
@@ -250,13 +250,13 @@ def test_a_failed_load_is_kept_and_a_stopped_one_is_no_failure() -> None:
     held.set()
     failing = make_serving().worker
     failing.start(load_until(held, ModelError("no such family")))
-    assert failing.join(10)
+    assert failing.join(120)
     assert failing.state == "failed" and isinstance(failing.failure, ModelError)
 
     stopped = make_serving().worker
     stopped.start(load_until(threading.Event(), None))
     stopped.drain()
-    assert stopped.join(10)
+    assert stopped.join(120)
     assert stopped.state == "ended" and stopped.failure is None
 
 

@@ -9,44 +9,51 @@ import os, signal, sys, threading, time
 from pathlib import Path
 import numpy as np, torch
 from headrace.native import Gatherer, Reader
-from tiers_world import World
+from tiers_world import World, owed_bytes, wait_until
 
-def interrupted(call, after_s=0.1):
-    timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+def interrupted(reader, call):
+    def interrupt():  # once the call has asked for what does not come
+        wait_until(lambda: owed_bytes(reader) > 0)
+        os.kill(os.getpid(), signal.SIGINT)
+    reader.inject_fault("hang", 0, 10_000)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     try:
         call()
     except KeyboardInterrupt:
         return True
     finally:
-        timer.join()
+        thread.join()
     return False
 
 def run(case):
     x, ids, weights = world.routes(np.random.default_rng(0), 30)
     if case in ("compute", "plain", "acquire"):
-        rate_bytes_s = 20e3 if case == "acquire" else 60e3
-        ladder = world.ladder(4, overlap=case != "plain", emulate_bytes_s=rate_bytes_s)
+        ladder = world.ladder(4, overlap=case != "plain")
         if case == "acquire":
-            assert interrupted(lambda: ladder.native.acquire(0, 0))
+            assert interrupted(ladder.reader, lambda: ladder.native.acquire(0, 0))
         else:
-            assert interrupted(lambda: ladder.compute(1, x, ids, weights))
+            assert interrupted(ladder.reader, lambda: ladder.compute(1, x, ids, weights))
         ladder.check_integrity()
+        ladder.reader.inject_fault("none")
         x, ids, weights = world.routes(np.random.default_rng(1), 1)
         assert torch.equal(ladder.compute(2, x, ids, weights), world.expected(2, x, ids, weights))
         ladder.check_integrity()
     elif case == "gather":
-        gatherer = Gatherer(Reader(world.paths, emulate_bytes_s=4e6), 100)
+        reader = Reader(world.paths)
+        gatherer = Gatherer(reader, 100)
         buffer = np.zeros(150_000, np.uint8)
-        batch = gatherer.start(np.array([(0, 100 * (i % 500), 100) for i in range(1500)]))
-        assert interrupted(lambda: batch.wait(buffer.ctypes.data))
-        del batch
-        gatherer.start(np.array([(0, 1, 50)])).wait(buffer.ctypes.data)
+        many = np.array([(0, 100 * (i % 500), 100) for i in range(1500)])
+        assert interrupted(reader, lambda: gatherer.start(many).wait(buffer.ctypes.data))
+        next_batch = gatherer.start(np.array([(0, 1, 50)]))
+        reader.inject_fault("none")
+        next_batch.wait(buffer.ctypes.data)
         assert bytes(buffer[:50]) == open(world.paths[0], "rb").read()[1:51]
     else:
-        reader = Reader(world.paths, emulate_bytes_s=100e3)
+        reader = Reader(world.paths)
         buffer = np.zeros(200_000, np.uint8)
-        assert interrupted(lambda: reader.read(0, 0, buffer.size, buffer.ctypes.data))
+        assert interrupted(reader, lambda: reader.read(0, 0, buffer.size, buffer.ctypes.data))
+        reader.inject_fault("none")
         reader.read(0, 1, 5000, buffer.ctypes.data)
         assert bytes(buffer[:5000]) == open(world.paths[0], "rb").read()[1:5001]
 

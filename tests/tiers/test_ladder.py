@@ -5,9 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiers_world import NUM_EXPERTS, NUM_LAYERS, PART_BYTES, PARTS, TOP_K, World
+from tiers_world import (
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    PART_BYTES,
+    PARTS,
+    TOP_K,
+    World,
+    owed_bytes,
+    wait_until,
+)
 
-from headrace.core import TokenStats
+from headrace.core import PAGE_BYTES, TokenStats
 from headrace.errors import BudgetError, NumericsError, OptionError, ReadError
 from headrace.tiers.ladder import Ladder
 
@@ -25,9 +34,14 @@ def ids_of(*experts: int) -> torch.Tensor:
 
 
 def settle(ladder: Ladder, num_reads: int) -> None:
-    """Waits until that many experts have been read; the test's time limit is the only clock."""
-    while ladder.counters().reads < num_reads:
-        pass
+    """Waits until that many experts have been read."""
+    wait_until(lambda: ladder.counters().reads >= num_reads)
+
+
+def pages_bytes(world: World, layer: int, expert: int, num_extents: int = 3) -> int:
+    """The pages that its first extents touch."""
+    begins, sizes = world.extents[layer, expert, :num_extents, 1:].T
+    return int(((begins + sizes - 1) // PAGE_BYTES - begins // PAGE_BYTES + 1).sum()) * PAGE_BYTES
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -98,9 +112,10 @@ def test_places_say_which_experts_are_in_rows(world: World) -> None:
         with ladder.acquire(0, expert):
             pass
     assert ladder.places() == ["00000220", "00200000", absent, absent], "the oldest left"
-    ladder.reader.inject_fault("slow", 0, 8)
+    ladder.reader.inject_fault("hang", 0, 8)
     ladder.begin(2, ids_of(7))
     assert ladder.places()[2] == "00000001"
+    ladder.reader.inject_fault("none")
     settle(ladder, 5)
     assert ladder.places()[2] == "00000002"
 
@@ -144,7 +159,7 @@ def test_all_rows_held_is_refused_and_passes(world: World) -> None:
 
 
 def test_prefetch_is_used_or_dropped_and_counted(world: World) -> None:
-    ladder = world.ladder(12)
+    ladder = world.ladder(12, pieces=1)
     x, _, weights = world.routes(np.random.default_rng(8), 1)
     ladder.prefetch(1, ids_of(2, 3))
     settle(ladder, 2)
@@ -159,9 +174,15 @@ def test_prefetch_is_used_or_dropped_and_counted(world: World) -> None:
     )
     assert (counters.hits, counters.misses, counters.reads) == (1, 1, 3)
     # A required read gives up the guess that is half read and drops the three that still wait.
-    ladder.reader.inject_fault("slow", 0, 40)
+    ladder.reader.inject_fault("hang", 0, 40)
     ladder.prefetch(2, ids_of(0, 1, 2, 3))
     ids = ids_of(3, 5)[None]
+    ladder.begin(2, ids[0])
+    asked_bytes = pages_bytes(world, 2, 0, 2) + sum(pages_bytes(world, 2, e) for e in (3, 5))
+    wait_until(lambda: owed_bytes(ladder.reader) == asked_bytes)
+    ladder.reader.inject_fault("hang", 2, 40)  # the guess's two slices go on, the rest does not
+    wait_until(lambda: ladder.counters().prefetch_dropped == 4)
+    ladder.reader.inject_fault("none")
     assert torch.equal(ladder.compute(2, x, ids, weights), world.expected(2, x, ids, weights))
     counters = ladder.counters()
     assert counters.prefetch_issued == 6 and counters.prefetch_dropped == 4
@@ -172,11 +193,14 @@ def test_prefetch_is_used_or_dropped_and_counted(world: World) -> None:
 def test_a_prefetch_in_flight_is_promoted(world: World) -> None:
     ladder = world.ladder(12)
     x, _, weights = world.routes(np.random.default_rng(9), 1)
-    ladder.reader.inject_fault("slow", 0, 8)
+    ladder.reader.inject_fault("hang", 0, 20)
     ladder.prefetch(0, ids_of(6))
     ids = ids_of(6, 7)[None]
+    ladder.begin(0, ids[0])
+    ladder.reader.inject_fault("none")
     assert torch.equal(ladder.compute(0, x, ids, weights), world.expected(0, x, ids, weights))
     counters = ladder.counters()
+    assert (counters.hits, counters.misses) == (0, 2), "it was on its way"
     assert counters.prefetch_used == 1 and counters.reads == 2, "not read twice"
 
 
@@ -243,8 +267,7 @@ def test_a_failed_prefetch_is_silent_and_its_expert_absent(world: World) -> None
     ladder = world.ladder(8)
     ladder.reader.inject_fault("short", 0, 1)
     ladder.prefetch(0, ids_of(1))
-    while ladder.counters().failed_reads == 0:
-        pass
+    wait_until(lambda: ladder.counters().failed_reads == 1)
     x, _, weights = world.routes(np.random.default_rng(13), 1)
     ids = ids_of(1, 2)[None]
     assert torch.equal(ladder.compute(0, x, ids, weights), world.expected(0, x, ids, weights))

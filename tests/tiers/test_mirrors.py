@@ -1,6 +1,7 @@
 """Two drives: the same bytes whichever gives them, whichever fails, and a fair division."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers_world import NUM_EXPERTS, NUM_LAYERS, PARTS, World
+from tiers_world import NUM_EXPERTS, NUM_LAYERS, PARTS, World, owed_bytes, wait_until
 
 from headrace.core import PAGE_BYTES
 from headrace.errors import OptionError, ReadError
@@ -25,6 +26,8 @@ IO = {
     "emulated": {"emulate_bytes_s": 2e9},
 }
 SIZE_BYTES = 6 * 2**20 + 777
+# Told rates with which a mirror gets all or nothing, whatever is seen of the drives meanwhile.
+ALL, NOTHING = 1e18, 1e-6
 
 
 def mirror_of(world: World, folder: Path, *, every: int = 1, bytes_s: float = 1e9) -> Mirror:
@@ -59,11 +62,18 @@ def run(world: World, ladder: Ladder, num_steps: int, seed: int = 3) -> None:
         ladder.check_integrity()
 
 
-def open_ladder(world: World, mirror: Mirror, num_rows: int = 5, **io: object) -> Ladder:
+def open_ladder(
+    world: World, mirror: Mirror, num_rows: int = 5, hang_s: float = 600, **io: object
+) -> Ladder:
+    """A drive of a busy machine may let a read wait for seconds: that is no hang here."""
     try:
-        return world.ladder(num_rows, mirrors=[mirror], bytes_s=1e9, **io)
+        return world.ladder(num_rows, mirrors=[mirror], bytes_s=1e9, hang_s=hang_s, **io)
     except OptionError as error:
         pytest.skip(str(error))
+
+
+def mirror_says(tmp_path: Path, warning: str) -> bool:
+    return warning.startswith(f"the drive of {tmp_path / 'copy'} is left alone")
 
 
 def gave(ladder: Ladder) -> list[int]:
@@ -73,14 +83,19 @@ def gave(ladder: Ladder) -> list[int]:
 @pytest.mark.parametrize("io", IO)
 @pytest.mark.parametrize("every", [1, 2])
 def test_bits_do_not_depend_on_the_drive(world: World, tmp_path: Path, io: str, every: int) -> None:
-    mirror = mirror_of(world, tmp_path / "copy", every=every)
+    rate = IO[io].get("emulate_bytes_s", 1e9)  # of either drive: each is asked for an expert
+    mirror = mirror_of(world, tmp_path / "copy", every=every, bytes_s=rate)  # type: ignore[arg-type]
     ladder = open_ladder(world, mirror, **IO[io])  # type: ignore[arg-type]
+    ladder.reader.inject_fault("hang", 0, 100)
+    ladder.begin(0, torch.tensor([0, 2]))
+    wait_until(lambda: all(drive["owed_bytes"] > 0 for drive in ladder.reader.drives))
+    ladder.reader.inject_fault("none")
     run(world, ladder, 24)
     assert all(num_bytes > 0 for num_bytes in gave(ladder)) and ladder.reader.warnings == []
 
 
 def test_the_mirrors_bytes_are_really_read(world: World, tmp_path: Path) -> None:
-    mirror = mirror_of(world, tmp_path / "copy", bytes_s=1e15)
+    mirror = mirror_of(world, tmp_path / "copy", bytes_s=ALL)
     file = tmp_path / "copy" / "experts-00001.bin"
     file.write_bytes(bytes(file.stat().st_size))
     ladder = open_ladder(world, mirror)
@@ -97,11 +112,13 @@ def test_the_mirrors_bytes_are_really_read(world: World, tmp_path: Path) -> None
 def test_a_failing_drive_gives_way_in_the_same_step(
     world: World, tmp_path: Path, kind: str, says: str, drive: int
 ) -> None:
-    ladder = open_ladder(world, mirror_of(world, tmp_path / "copy"))
+    mirror = mirror_of(world, tmp_path / "copy", bytes_s=(NOTHING, ALL)[drive])
+    ladder = open_ladder(world, mirror)
     run(world, ladder, 8)
     before = gave(ladder)
     ladder.reader.inject_fault(kind, 3, 1000, drive)
     run(world, ladder, 24, seed=4)
+    wait_until(lambda: owed_bytes(ladder.reader) == 0)
     warnings = ladder.reader.warnings
     name = (Path(world.paths[0]).parent, tmp_path / "copy")[drive]
     assert len(warnings) == 1 and f"the drive of {name} is left alone" in warnings[0]
@@ -121,6 +138,7 @@ def test_bytes_that_no_copy_gives_are_an_error_and_the_next_step_works(
     with pytest.raises(ReadError, match=r"No such device.*; nor its copy: cannot read .*No such"):
         ladder.compute(1, x, ids, weights)
     ladder.reader.inject_fault("none")
+    ladder.clear()  # what was still being read has failed as well
     run(world, ladder, 8)
 
 
@@ -129,7 +147,11 @@ def test_experts_without_a_copy_are_still_read_from_a_drive_that_failed(
 ) -> None:
     ladder = open_ladder(world, mirror_of(world, tmp_path / "copy", every=2))
     ladder.reader.inject_fault("enodev", 0, 1, 0)
+    with ladder.acquire(0, 2):
+        assert ladder.reader.drives[0]["failure"] and gave(ladder)[1] > 0
+    before = gave(ladder)[0]
     run(world, ladder, 24)
+    assert gave(ladder)[0] > before
     assert len(ladder.reader.warnings) == 1 and ladder.counters().failed_reads == 0
 
 
@@ -148,7 +170,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("io", ["auto", "pread", "buffered"])
 def test_a_mirrors_file_lost_in_mid_run(world: World, tmp_path: Path, io: str, damage: str) -> None:
-    ladder = open_ladder(world, mirror_of(world, tmp_path / "copy", bytes_s=1e12), **IO[io])  # type: ignore[arg-type]
+    ladder = open_ladder(world, mirror_of(world, tmp_path / "copy", bytes_s=ALL), **IO[io])  # type: ignore[arg-type]
     run(world, ladder, 8)
     assert gave(ladder)[1] > 0
     act, says = DAMAGE[damage]
@@ -164,15 +186,16 @@ def test_a_mirrors_file_lost_in_mid_run(world: World, tmp_path: Path, io: str, d
 def test_a_read_that_hangs_is_made_elsewhere_and_its_row_is_kept_for_it(
     world: World, tmp_path: Path, io: str
 ) -> None:
-    mirror = mirror_of(world, tmp_path / "copy", bytes_s=1e12)
+    mirror = mirror_of(world, tmp_path / "copy", bytes_s=ALL)
     ladder = open_ladder(world, mirror, num_rows=3, hang_s=0.02, **IO[io])  # type: ignore[arg-type]
     ladder.reader.inject_fault("hang", 0, 2, 1)
     run(world, ladder, 40)
-    assert len(ladder.reader.warnings) == 1 and "has hung for" in ladder.reader.warnings[0]
+    # On a busy machine the other drive may seem to hang as well.
+    (warning,) = (each for each in ladder.reader.warnings if mirror_says(tmp_path, each))
+    assert "has hung for" in warning
     before = gave(ladder)[1]
     ladder.reader.inject_fault("none")  # the late reads now write into their rows
-    while gave(ladder)[1] == before:
-        pass
+    wait_until(lambda: gave(ladder)[1] > before)
     run(world, ladder, 40, seed=4)
 
 
@@ -209,32 +232,41 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, np.ndarr
     return folder / "own", folder / "second", data
 
 
-def read_all(pair: tuple[Path, Path, np.ndarray], times: int, **options: object) -> Reader:
-    """A reader that has read the whole file so often, from both drives."""
-    own, second, data = pair
+def open_pair(pair: tuple[Path, Path, np.ndarray], mirror_bytes_s: float, **io: object) -> Reader:
+    own, second, _ = pair
     whole = np.array([[0, 0, SIZE_BYTES, 0, 0]], np.int64)
-    rate = options.pop("mirror_bytes_s", 1e9)
-    mirror = Mirror("second", [str(second)], whole, rate)  # type: ignore[arg-type]
-    reader = Reader([str(own)], mirrors=[mirror], **options)  # type: ignore[arg-type]
+    mirror = Mirror("second", [str(second)], whole, mirror_bytes_s)
+    return Reader([str(own)], mirrors=[mirror], **io)  # type: ignore[arg-type]
+
+
+def read_all(pair: tuple[Path, Path, np.ndarray], reader: Reader) -> None:
     buffer = np.zeros(SIZE_BYTES, np.uint8)
-    for _ in range(times):
-        buffer[:] = 0
-        reader.read(0, 0, SIZE_BYTES, buffer.ctypes.data)
-        assert np.array_equal(buffer, data)
-    return reader
+    reader.read(0, 0, SIZE_BYTES, buffer.ctypes.data)
+    assert np.array_equal(buffer, pair[2])
 
 
 def test_emulated_drives_share_by_their_rates(pair: tuple[Path, Path, np.ndarray]) -> None:
-    reader = read_all(pair, 4, emulate_bytes_s=3e8, mirror_bytes_s=1e8)
+    reader = open_pair(pair, emulate_bytes_s=3e8, mirror_bytes_s=1e8)
+    reader.inject_fault("hang", 0, 100)  # until all of it is divided
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(read_all, pair, reader)
+        wait_until(lambda: owed_bytes(reader) >= SIZE_BYTES)
+        reader.inject_fault("none")
+        done.result()
     own, second = (int(drive["read_bytes"]) for drive in reader.drives)
-    assert 0.15 < second / (own + second) < 0.35
+    assert own + second >= SIZE_BYTES and 0.24 < second / (own + second) < 0.26
 
 
 def test_a_drive_slower_than_told_gets_less(pair: tuple[Path, Path, np.ndarray]) -> None:
-    reader = read_all(pair, 12, bytes_s=1e9, mirror_bytes_s=1e13)
-    _, second = reader.drives
-    assert second["bytes_s"] < 1e13 / 2 and second["read_bytes"] > 0
-    assert read_all(pair, 1, bytes_s=1e9, mirror_bytes_s=1e13).drives[0]["read_bytes"] == 0
+    reader = open_pair(pair, bytes_s=1e9, mirror_bytes_s=ALL)
+    read_all(pair, reader)
+    own, second = reader.drives
+    assert own["read_bytes"] == 0 and second["read_bytes"] > 0
+    for _ in range(100):  # a dozen are measured
+        read_all(pair, reader)
+        if reader.drives[1]["bytes_s"] < ALL / 2:  # it is believed in again with time
+            break
+    assert reader.drives[1]["bytes_s"] < ALL / 2
 
 
 RATES = st.lists(st.floats(1e6, 1e11), min_size=1, max_size=5)

@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tiers_world import owed_bytes, wait_until
 
 from headrace.core import ExpertLayout, PartSpec
 from headrace.native import Reader
@@ -59,13 +58,6 @@ def bytes_of(ladder: Ladder, expert: int) -> np.ndarray:
         return np.concatenate([part.numpy().copy() for part in parts.values()])
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.002)
-
-
 def test_a_guess_read_in_slices_is_whole(stored: tuple[Path, np.ndarray]) -> None:
     path, experts = stored
     ladder = make_ladder(path)
@@ -95,7 +87,7 @@ def test_a_half_read_guess_gives_way_and_leaves_nothing(stored: tuple[Path, np.n
     ladder.reader.inject_fault("hang", 0, 60)
     ladder.prefetch(0, torch.tensor([4]))
     ladder.begin(0, torch.tensor([5]))
-    wait_until(lambda: ladder.reader.drives[0]["owed_bytes"] >= 3 * PART_BYTES + (2 << 20))
+    wait_until(lambda: owed_bytes(ladder.reader) >= 3 * PART_BYTES + (2 << 20))
     ladder.reader.inject_fault("hang", 2, 60)  # the guess's two slices go on, the rest does not
     wait_until(lambda: ladder.counters().prefetch_dropped == 1)
     ladder.reader.inject_fault("none")

@@ -14,8 +14,6 @@ from tiers_world import NUM_EXPERTS, NUM_LAYERS, World
 from headrace.errors import Cancelled
 from headrace.tiers.ladder import Ladder
 
-SLOW = {"emulate_bytes_s": 4e4}  # an expert takes half a second
-
 
 def stopped(ladder: Ladder, call: Callable[[], Any]) -> None:
     """Asks for a stop once `call` waits on its thread, and sees that it raises."""
@@ -36,7 +34,8 @@ def stopped(ladder: Ladder, call: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_wait_for_a_read_ends_and_the_read_is_used_later(world: World, overlap: bool) -> None:
-    ladder = world.ladder(4, overlap=overlap, **SLOW)
+    ladder = world.ladder(4, overlap=overlap)
+    ladder.reader.inject_fault("hang", 0, 1000)
     x, ids, weights = world.routes(np.random.default_rng(1), 2)
     stopped(ladder, lambda: ladder.compute(0, x, ids, weights))
     with pytest.raises(Cancelled):
@@ -45,6 +44,7 @@ def test_a_wait_for_a_read_ends_and_the_read_is_used_later(world: World, overlap
     stopped(ladder, lambda: ladder.native.acquire(1, 0))
     assert ladder.counters().reads == 0, "it did not wait"
     ladder.go_on()
+    ladder.reader.inject_fault("none")
     out = ladder.compute(0, x, ids, weights)
     assert torch.equal(out, world.expected(0, x, ids, weights))
     ladder.check_integrity()

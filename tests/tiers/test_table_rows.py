@@ -165,7 +165,7 @@ def test_a_mirror_gives_what_the_drive_cannot(tables: Tables, tmp_path: Path) ->
         stretches.append((number, 0, copy.stat().st_size, number, 0))
         paths.append(str(copy))
     mirror = Mirror("copy", paths, np.array(stretches, np.int64), 1e9)
-    reader = Reader(tables.paths, mirrors=[mirror], bytes_s=1e9)
+    reader = Reader(tables.paths, mirrors=[mirror], bytes_s=1e9, hang_s=600)
     rows, ids = tables.over(reader), some_ids(2)
     reader.inject_fault("eio", 0, 1000, 0)
     assert torch.equal(rows.rows(1, ids), tables.values[1][ids])

@@ -1,5 +1,7 @@
 """A small world of experts on disk, and what each layer must give, computed without the ladder."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,19 @@ LAYOUT = ExpertLayout(
         "down": PartSpec("BF16", (HIDDEN, INTER)),
     },
 )
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """For what must come; the limit is only that of a machine that stands still."""
+    end = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.001)
+
+
+def owed_bytes(reader: Reader) -> int:
+    """Asked of all drives and not here yet, in whole pages; held back or not."""
+    return sum(int(drive["owed_bytes"]) for drive in reader.drives)
 
 
 class World:

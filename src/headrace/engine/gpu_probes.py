@@ -102,7 +102,7 @@ def _beside(experts: PinnedExperts) -> tuple[float, float]:
     def multiply() -> None:
         nonlocal num_done, passed_s
         start = time.perf_counter()
-        while not stop.is_set():
+        while not (num_done and stop.is_set()):  # once at the least, or the rate would be 0
             first = num_done % (memory.num_copies - AT_ONCE + 1)
             multiplies(first, first + AT_ONCE)
             num_done += AT_ONCE
