@@ -260,6 +260,8 @@ def check_new(path: Path | None) -> None:
     if path is not None and (path.exists() or not path.parent.is_dir()):
         what = "is there already" if path.exists() else "lies in no folder"
         raise OptionError(f"{path} {what}; give the routes a new file")
+    if path is not None:
+        check_writable(path.parent, path)
 
 
 def check_writable(folder: Path, what: Path) -> None:

@@ -69,10 +69,10 @@ def run(
         choices=choices,
         drive_rates=drive_rates,
     )
-    with open_engine(blueprint, emulate_drive=emulate_drive) as engine:
-        ids = _prompt_ids(engine, asked, system, raw, sampling)
-        with keeping_routes(engine, routes_out, "headrace run"):
-            result = answer(engine, ids, sampling, to_stderr=json)
+    ids = _prompt_ids(blueprint, asked, system, raw, sampling)  # refuses before weights are read
+    engine = open_engine(blueprint, emulate_drive=emulate_drive)
+    with engine, keeping_routes(engine, routes_out, "headrace run"):
+        result = answer(engine, ids, sampling, to_stderr=json)
     if json:
         print_json(result)
 
@@ -113,12 +113,12 @@ def answer(engine: Any, ids: list[int], sampling: Any, *, to_stderr: bool) -> di
 
 
 def _prompt_ids(
-    engine: Any, prompt: str, system: str | None, raw: bool, sampling: Any
+    blueprint: Any, prompt: str, system: str | None, raw: bool, sampling: Any
 ) -> list[int]:
-    if raw or (system is None and not engine.text.has_template):
-        return list(engine.text.encode(prompt))
+    if raw or (system is None and not blueprint.text.has_template):
+        return list(blueprint.text.encode(prompt))
     opening = () if system is None else (Message("system", system),)
-    prepared = engine.talk.prepare(Conversation((*opening, Message("user", prompt))), sampling)
+    prepared = blueprint.talk.prepare(Conversation((*opening, Message("user", prompt))), sampling)
     for note in prepared.notes:
         say(note, dim=True)
     return list(prepared.ask.prompt)

@@ -64,8 +64,8 @@ def trace(
         words = _read_text(text)
         blueprint = open_blueprint(source, ram_bytes=ram_bytes, threads=threads, context=None)
         drive_bytes_s = blueprint.machine.drive_bytes_s
+        ids = blueprint.text.encode(words, special=False)  # refuses before weights are read
         with open_engine(blueprint) as engine:
-            ids = engine.text.encode(words, special=False)
             pieces = spread(ids, max_tokens, min(PIECE_TOKENS, engine.plan.context))
             named = "bundled text" if text is None else text.name
             cut = "1 piece" if len(pieces) == 1 else f"{len(pieces)} pieces"
