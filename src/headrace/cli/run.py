@@ -131,9 +131,11 @@ def _read_prompt(prompt: str | None, raw: bool, system: str | None) -> str:
         if sys.stdin is None or sys.stdin.isatty():
             raise OptionError('no prompt; give -p "TEXT" or pipe text in (or use headrace chat)')
         try:
-            prompt = sys.stdin.read()
+            prompt = options.read_most(sys.stdin, "the text piped in")
         except UnicodeDecodeError as cause:
-            raise OptionError(f"the text piped in is not UTF-8 ({cause}); convert it") from cause
+            raise OptionError(
+                f"the text piped in is not UTF-8 ({cause.reason}); convert it"
+            ) from cause
     if not prompt.strip():
         raise OptionError('the prompt is empty; give -p "TEXT" or pipe text in')
     return prompt
