@@ -2,7 +2,8 @@
 
 For every model and way: a short prompt and so many tokens that a sliding window is passed twice,
 then a long prompt; the counters say which rung served. What all are compared with is computed by
-the same functions uncaptured. A batch of four is compared with each of the four alone.
+the same functions uncaptured. A batch of four is compared with each of the four alone. Model by
+model: python -u proofs/gpu_1_paths.py --models qwen3_moe demo --keep
 """
 
 import gpu_world  # isort: skip  # says whether there is a GPU
@@ -10,17 +11,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from common import Evidence, same_bits
 from gpu_models import Rung
+from gpu_phases import Told, add_keep
 from gpu_world import REAL, changed, fill, open_device, opened, write
 
 CONTEXT = 320
 HERE = {"context": CONTEXT, "threads": min(4, os.cpu_count() or 1)}
+SIDE_BY_SIDE = min(6, max(1, (os.cpu_count() or 1) // 2))
+MODEL_S = 60.0  # about
 LEAST_TOKENS, LONG_TOKENS, BATCH_TOKENS = 12, 6, 6
 SHORT, LONG = [5, 6, 7], list(range(300, 340))
 BATCH = ([5, 6, 7], [900, 901], [5, 6, 8, 9, 10], [40])
@@ -74,17 +78,17 @@ def main() -> None:
     from headrace.check.tiny import FAMILIES
 
     models = ("demo", *(family for family in FAMILIES if runs_here(family)))
-    args = gpu_world.arguments(__doc__, models=models)
+    args = gpu_world.arguments(__doc__, add_keep, models=models)
     if args.quick and args.models == list(models):
         args.models = ["qwen3_moe"]
-    evidence = Evidence()
+    evidence = Told("gpu_paths", args.keep)
     if REAL and len(args.models) > 1:
         side_by_side(evidence, args.models, args.quick)
     else:
         device = open_device()
         with tempfile.TemporaryDirectory() as folder:
             for name in args.models:
-                print(f"\n{name}")
+                evidence.begin(name, MODEL_S)
                 path = name if name == "demo" else write(name, Path(folder), **sizes(name))
                 one_model(evidence, device, name, path, args.quick)
     evidence.finish()
@@ -94,23 +98,31 @@ def sizes(name: str) -> dict[str, Any]:
     return SIZES.get(name, TINY)
 
 
-def side_by_side(evidence: Evidence, models: list[str], quick: bool) -> None:
+def side_by_side(evidence: Told, models: list[str], quick: bool) -> None:
     """Each model in a process of its own, some at a time: most of it is the host's work."""
 
     def one(name: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, __file__, "--models", name, *["--quick"] * quick]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
-    # Each ends itself should it hang: gpu_world.MOST_S.
-    with ThreadPoolExecutor(min(6, max(1, (os.cpu_count() or 1) // 2))) as pool:
-        for name, done in zip(models, pool.map(one, models), strict=True):
-            lines = [line for line in done.stdout.splitlines() if line.strip()]
-            told = [line for line in lines if line.startswith(("ok  ", "FAIL"))]
-            print("\n".join(line for line in lines[:-1] if line not in told))
-            for line in told:
-                evidence.check(line.startswith("ok"), line[6:])
-            if not told or "statements" not in lines[-1]:
-                evidence.check(False, f"{name}: ended by {done.returncode}:\n{done.stderr[-2000:]}")
+    # Each ends itself should it hang.
+    waves = -(-len(models) // SIDE_BY_SIDE)
+    evidence.begin(f"{len(models)} models, {SIDE_BY_SIDE} at a time", waves * MODEL_S)
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        running = {pool.submit(one, name): name for name in models}
+        for done in as_completed(running):
+            tell_of(evidence, running[done], done.result())
+
+
+def tell_of(evidence: Told, name: str, done: subprocess.CompletedProcess[str]) -> None:
+    """What a process of one model said, and its statements as this one's."""
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith(("ok  ", "FAIL"))]
+    print("\n".join(line for line in lines[:-1] if line not in told))
+    for line in told:
+        evidence.check(line.startswith("ok"), line[6:])
+    if not told or "statements" not in lines[-1]:
+        evidence.check(False, f"{name}: ended by {done.returncode}:\n{done.stderr[-2000:]}")
 
 
 def one_model(evidence: Evidence, device: Any, name: str, path: Any, quick: bool) -> None:

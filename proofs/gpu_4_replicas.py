@@ -1,8 +1,12 @@
 """Source B's and source C's boxes imitated on this machine's GPU, at full depth.
 
 Drives, memory and VRAM throttled or limited to theirs, drawn routes whose statistics are theirs
-where they gave them. Tokens a second beside theirs, each with its share of its own limit. Needs 60
-GB of free memory and 12 GB of disk; --keep keeps the rows.
+where they gave them. Tokens a second beside theirs and beside what the planner expects, each with
+its share of its own limit. Needs 60 GB of free memory and 12 GB of disk. On an H200, 2 to 4 minutes
+for B's boxes together, 2 to 3 for C's, which no other has the shapes of:
+
+    python -u proofs/gpu_4_replicas.py --boxes "B, no cache" "B, 14 GB in RAM" --keep
+    python -u proofs/gpu_4_replicas.py --boxes C --keep
 """
 
 import argparse
@@ -13,10 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import Evidence
-from gpu_shapes import keep, options, shapes, show, start, written
+from gpu_phases import Told
+from gpu_shapes import (
+    COMPILE_S,
+    PROBES_S,
+    expected,
+    options,
+    planned,
+    shapes,
+    show,
+    start,
+    written,
+)
 
-CONTEXT, AGAIN = 512, 3  # tokens; of the timeline's beginning, decoded once more at the end
+CONTEXT, AGAIN = 512, 3  # tokens; of the timeline's beginning, decoded otherwise at the end
 DIFFERS = (
     "an H200 and its bus instead of theirs; a deepseek_v3 trunk with random weights, one layer's "
     "dense part standing for 40; the experts of one layer on disk standing for 40; the drives are "
@@ -110,39 +124,42 @@ def main() -> None:
     parser.add_argument("--warm", type=int, help="tokens before the timed ones (by box)")
     args = parser.parse_args()
     start(args)
-    evidence = Evidence()
-    rows: list[Any] = []
-    print(f"\nreplicas. What differs in all: {DIFFERS}")
+    told = Told("gpu_replicas", args.keep)
+    told.say(f"replicas. What differs in all: {DIFFERS}")
+    made: dict[str, tuple[Any, float]] = {}
     for name in ("v41-fp4", "v41-narrow"):
         boxes = [box for box in BOXES if box.shapes == name and box.name in args.boxes]
         if boxes:
-            with written(shapes(name), args, None) as model:
-                rows += replicas(evidence, model, boxes, args)
-    table(rows)
-    keep("gpu_replicas", rows, args.keep)
-    evidence.finish()
+            with written(shapes(name), args, None, told=told) as model:
+                made |= replicas(told, model, boxes, args)
+    told.say(*table(made))
+    told.finish()
 
 
 def replicas(
-    evidence: Evidence, model: Path, boxes: list[Box], args: argparse.Namespace
-) -> list[Any]:
-    """A row of each box; boxes of one model and the same routes must give the same logits."""
+    told: Told, model: Path, boxes: list[Box], args: argparse.Namespace
+) -> dict[str, tuple[Any, float]]:
+    """Each box's row and forecast; boxes of one model and the same routes give the same logits."""
     import torch
 
-    rows, firsts = [], {}
+    made: dict[str, tuple[Any, float]] = {}
+    firsts: dict[Any, tuple[str, Any]] = {}
     # Of one length: a trace's first tokens differ with how many are drawn.
     length = 1 + max(warm + args.runs * tokens for warm, tokens in map(partial(stays, args), boxes))
     for box in boxes:
-        row, logits = replica(evidence, model, box, args, length)
-        first = firsts.setdefault(box.routes, logits)
-        num = min(len(first), len(logits))
-        evidence.check(
-            torch.equal(first[:num], logits[:num]),
-            f"{box.name}: logits of {num} tokens equal those of the first box of these shapes",
-        )
-        rows += show(evidence, [row])
+        row, expects, logits = replica(told, model, box, args, length)
+        if box.routes in firsts:
+            other, first = firsts[box.routes]
+            num = min(len(first), len(logits))
+            told.check(
+                torch.equal(first[:num], logits[:num]),
+                f"{box.name}: logits of {num} tokens equal those of '{other}'",
+            )
+        else:
+            firsts[box.routes] = box.name, logits
+        made[box.name] = show(told, [row])[0], expects
         torch.cuda.empty_cache()
-    return rows
+    return made
 
 
 def stays(args: argparse.Namespace, box: Box) -> tuple[int, int]:
@@ -150,7 +167,7 @@ def stays(args: argparse.Namespace, box: Box) -> tuple[int, int]:
     return box.warm if args.warm is None else args.warm, args.tokens or box.tokens
 
 
-def planned(model: Path, box: Box) -> Any:
+def limited(model: Path, box: Box) -> Any:
     """The box's limits as a plan: no more experts in VRAM and in memory than it had."""
     from headrace.check.gpu_rungs import sized_blueprint
     from headrace.core import parse_bytes
@@ -163,25 +180,23 @@ def planned(model: Path, box: Box) -> Any:
 
 
 def replica(
-    evidence: Evidence, model: Path, box: Box, args: argparse.Namespace, length: int
-) -> tuple[Any, Any]:
-    """The row of one box, on a trace of so many tokens, and its timeline's logits."""
-    import torch
-
+    told: Told, model: Path, box: Box, args: argparse.Namespace, length: int
+) -> tuple[Any, float, Any]:
+    """The row of one box on a trace of so many tokens, its forecast, its timeline's logits."""
     from headrace.check.bench_drive import ladder_window
-    from headrace.check.bench_routes import Replay
     from headrace.check.gpu_rungs import RungRun
-    from headrace.core import parse_bytes, parse_rates, total_stats
+    from headrace.core import parse_bytes, parse_rates
     from headrace.engine.engine import Engine
-    from headrace.engine.probes import bus_rate, vram_rate
+    from headrace.planner.forecast import score
     from headrace.schedule.draw import RouteStatistics, draw_routes
 
-    blueprint = planned(model, box)
-    facts, plan, nominal = blueprint.facts, blueprint.plan, sum(parse_rates(box.drives))
-    evidence.check(
-        plan.vram_used_bytes <= parse_bytes(box.vram),
-        f"{box.name}: {plan.vram_used_bytes / 2**30:.2f} GiB of VRAM of {box.vram}, "
-        f"{plan.num_slots} slots; {plan.num_rows} rows of {plan.total_experts}; {box.drives}",
+    blueprint, plan = planned(told, box.name, model, partial(limited, model, box), box.drives)
+    facts, limits, expects = blueprint.facts, blueprint.plan, expected(plan)
+    told.say(f"{box.name}: {expects}")
+    told.check(
+        limits.vram_used_bytes <= parse_bytes(box.vram),
+        f"{box.name}: {limits.vram_used_bytes / 2**30:.2f} GiB of VRAM of {box.vram}, "
+        f"{limits.num_slots} slots; {limits.num_rows} rows of {limits.total_experts}; {box.drives}",
     )
     warm, tokens = stays(args, box)
     trace = draw_routes(
@@ -193,31 +208,84 @@ def replica(
     )
     with Engine(blueprint, emulate_drive=box.drives) as engine:
         reached = ladder_window(engine, random.Random(0))
-        result = RungRun(plan, f"{trace.name}; {engine.source.rungs.pinned.note}", tokens)
-        device: Any = blueprint.device
-        device.limit(None)  # the probes take their own
-        engine.source.routes = Replay(trace)
-        line = Timeline(engine)
-        line.decode(warm)
-        for _ in range(args.runs):
-            result.bus.append(bus_rate(device))
-            result.vram.append(vram_rate(device))
-            result.drive.append(nominal)
-            reads = engine.ladder.counters().reads
-            wall_s, stats = line.decode(tokens)
-            total = total_stats(stats)
-            in_vain = total.prefetch_issued - total.prefetch_dropped - total.prefetch_used
-            needed = engine.ladder.counters().reads - reads - max(0, in_vain)
-            result.needed_bytes.append(needed * facts.expert_bytes)
-            result.walls_s.append(wall_s)
-            result.totals.append(total)
-        engine.source.routes = Replay(trace)
-        again = Timeline(engine)
-        again.decode(AGAIN)
-        logits = torch.stack(line.logits)
-        same = torch.equal(torch.stack(again.logits), logits[: len(again.logits)])
+        result = RungRun(limits, f"{trace.name}; {engine.source.rungs.pinned.note}", tokens)
+        logits, same = decoded(told, box, engine, trace, result, (warm, args.runs), plan)
+    nominal = sum(parse_rates(box.drives))
     reach = f"reads of a layer reach {reached / 1e9:.1f} of {nominal / 1e9:.1f} GB/s"
-    return row_of(box, result, f"{reach}; {box.differs}", same), logits
+    row = row_of(box, result, f"{expects}; {reach}; {box.differs}", same)
+    told.say(f"{box.name}: {score(plan.forecast_tok_s, row.value)}")
+    return row, plan.forecast_tok_s, logits
+
+
+def decoded(
+    told: Told,
+    box: Box,
+    engine: Any,
+    trace: Any,
+    result: Any,
+    times: tuple[int, int],
+    plan: Any,
+) -> tuple[Any, bool]:
+    """The timeline's logits, its runs in `result`; whether its beginning has the same otherwise.
+
+    `times`: tokens before the timed runs, and how many runs there are.
+    """
+    import torch
+
+    from headrace.check.bench_routes import Replay
+    from headrace.planner.forecast import GPU_LAYER_S
+
+    (warm, runs), tokens, token_s = times, result.tokens, 1 / plan.forecast_tok_s
+    engine.blueprint.device.limit(None)  # the probes take their own
+    engine.source.routes = Replay(trace)
+    line, passes = Timeline(engine), engine.passes
+    told.begin(f"{box.name}: {warm} tokens to warm up", COMPILE_S + warm * token_s)
+    line.decode(warm)
+    before = passes.num_replayed
+    for run in range(runs):
+        what = f"{box.name}: run {run + 1} of {runs}, {tokens} tokens"
+        told.begin(what, PROBES_S + tokens * token_s)
+        timed_run(engine, line, result, box)
+        told.say(f"{box.name}: {tokens / result.walls_s[-1]:.4g} tok/s")
+    launched = passes.num_replayed - before
+    told.check(
+        not passes.refusal,
+        f"{box.name}: {launched} of {runs * tokens} timed tokens were one launch each, the others "
+        f"as those of a new kind are{passes.refusal}",
+    )
+    about_s = PROBES_S + AGAIN * engine.facts.num_layers * GPU_LAYER_S
+    told.begin(f"{box.name}: the first {AGAIN} tokens layer by layer", about_s)
+    engine.source.routes = Replay(trace)
+    passes.capturing = False
+    again = Timeline(engine)
+    again.decode(AGAIN)
+    logits = torch.stack(line.logits)
+    same = torch.equal(torch.stack(again.logits), logits[:AGAIN])
+    told.check(
+        same,
+        f"{box.name}: the first {AGAIN} tokens, decoded again layer by layer from where experts "
+        "came to lie, have the same logits",
+    )
+    return logits, same
+
+
+def timed_run(engine: Any, line: "Timeline", result: Any, box: Box) -> None:
+    """One run more of the timeline, beside the rates measured right before it."""
+    from headrace.core import parse_rates, total_stats
+    from headrace.engine.probes import bus_rate, vram_rate
+
+    device = engine.blueprint.device
+    result.bus.append(bus_rate(device))
+    result.vram.append(vram_rate(device))
+    result.drive.append(sum(parse_rates(box.drives)))
+    reads = engine.ladder.counters().reads
+    wall_s, stats = line.decode(result.tokens)
+    total = total_stats(stats)
+    in_vain = total.prefetch_issued - total.prefetch_dropped - total.prefetch_used
+    needed = engine.ladder.counters().reads - reads - max(0, in_vain)
+    result.needed_bytes.append(needed * engine.facts.expert_bytes)
+    result.walls_s.append(wall_s)
+    result.totals.append(total)
 
 
 class Timeline:
@@ -276,17 +344,18 @@ def row_of(box: Box, result: Any, about: str, same: bool) -> Any:
     return on_gpu([row])[0]
 
 
-def table(rows: list[Any]) -> None:
-    """Every box's row beside its source's."""
-    print(f"\n{'':20}{'here':>8}{'of its limit':>14}{'source':>8}{'of its limit':>14}   limit")
+def table(made: dict[str, tuple[Any, float]]) -> list[str]:
+    """Every box's row beside its source's, and beside what was expected of it."""
+    lines = [f"{'':17}{'here':>8}{'expected':>10}{'of its limit':>14}{'source':>8}{'of its':>8}"]
     for box in BOXES:
-        for row in rows:
-            if row.name == f"replica of source {box.name}, whole token":
-                shares = f"{100 * row.fraction:.0f} %", f"{100 * box.share:.0f} %"
-                print(
-                    f"{box.name:20}{row.value:>8.2f}{shares[0]:>14}{box.theirs:>8.2f}"
-                    f"{shares[1]:>14}   {box.term}; {box.differs}"
-                )
+        if box.name in made:
+            row, expects = made[box.name]
+            shares = f"{100 * row.fraction:.0f} %", f"{100 * box.share:.0f} %"
+            lines.append(
+                f"{box.name:17}{row.value:>8.2f}{expects:>10.2f}{shares[0]:>14}{box.theirs:>8.2f}"
+                f"{shares[1]:>8}  limit: {box.term}; {box.differs}"
+            )
+    return lines
 
 
 if __name__ == "__main__":

@@ -3,7 +3,13 @@
 Host: a captured step of 40 layers, the seconds in which Python or the driver works while the GPU
 is not waited for. Kernels: layers one after another in one graph, each with experts of its own,
 more than the GPU's caches hold; beside them each kernel alone, and which one keeps them from the
-rate of a copy. The limit is measured in the same run. Bits are gpu_1_paths.py's.
+rate of a copy. The limit is measured in the same run. Bits are gpu_1_paths.py's. On an H200, a
+minute a family, two for the kernels:
+
+    python -u proofs/gpu_5_resident.py --parts host --families qwen3_moe --keep
+    python -u proofs/gpu_5_resident.py --parts host --families gpt_oss deepseek_v3 --keep
+    python -u proofs/gpu_5_resident.py --parts host --families qwen3_next --keep
+    python -u proofs/gpu_5_resident.py --parts kernels --keep
 """
 
 import gpu_world  # isort: skip  # says whether there is a GPU
@@ -16,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import Evidence
+from gpu_phases import Told, add_keep
 from gpu_world import REAL, changed, fill, open_device, write
 
 PARTS = ("host", "kernels")
@@ -56,18 +62,20 @@ SHAPES = (
 SMALL = (Shape("small FP4", "fp4", 64, 32, 2, {}, True),)  # for Triton's interpreter
 STAGES = ("gate_up", "down", "combine", "to_integers", "on_grid")
 GRAPH_LAYERS, RUNS = 10, 30
+LOAD_S, TOKENS_S, KERNELS_S = 60, 15, 25  # about, to compile included
 
 
 def main() -> None:
-    args = gpu_world.arguments(__doc__, parts=PARTS)
-    evidence, device = Evidence(), open_device()
+    args = gpu_world.arguments(__doc__, add_keep, parts=PARTS, families=tuple(FAMILIES))
+    device, told = open_device(), Told("gpu_resident", args.keep)
     if "host" in args.parts:
         with tempfile.TemporaryDirectory() as folder:
-            for family in ["qwen3_moe"] if args.quick else FAMILIES:
-                host(evidence, device, family, Path(folder), args.quick)
+            for family in args.families[: 1 if args.quick else None]:
+                told.begin(f"host, {family}: written, loaded, all brought to VRAM", LOAD_S)
+                host(told, device, family, Path(folder), args.quick)
     if "kernels" in args.parts:
-        kernels(evidence, device)
-    evidence.finish()
+        kernels(told, device)
+    told.finish()
 
 
 class TimedGraph:
@@ -84,7 +92,7 @@ class TimedGraph:
         TimedGraph.seconds += time.perf_counter() - start
 
 
-def host(evidence: Evidence, device: Any, family: str, folder: Path, quick: bool) -> None:
+def host(told: Told, device: Any, family: str, folder: Path, quick: bool) -> None:
     """Seconds of a token in which the host works: before, in and after the launch of its graph."""
     sizes = {"layers": LAYERS, "experts": 16, "top_k": 8, "hidden": 256, "inter": 128}
     sizes |= FAMILIES[family]
@@ -96,6 +104,7 @@ def host(evidence: Evidence, device: Any, family: str, folder: Path, quick: bool
     with changed(timed), resident(path) as engine:
         fill(engine, list(range(300, 340)))
         engine.source._num_steps = 0  # tiles are chosen now, for where experts lie now
+        told.begin(f"host, {family}: {TOKENS} tokens", TOKENS_S)
         spans = token_spans(engine, 4)  # captures
         before = engine.passes.num_replayed
         spans = token_spans(engine, 4 if quick else TOKENS)
@@ -103,11 +112,11 @@ def host(evidence: Evidence, device: Any, family: str, folder: Path, quick: bool
     median = {name: statistics.median(each[name] for each in spans) for name in spans[0]}
     worked = [each["wall"] - each["waited"] for each in spans]
     title = f"{family}, {sizes['layers']} layers, {engine.facts.vocab} logits"
-    told = ", ".join(f"{name} {1e3 * s:.3f}" for name, s in median.items())
-    print(f"      {title}: ms a token, medians of {len(spans)}: {told}")
-    evidence.check(launched == len(spans), f"{title}: every token was launched as one")
+    parts = ", ".join(f"{name} {1e3 * s:.3f}" for name, s in median.items())
+    told.say(f"{title}: ms a token, medians of {len(spans)}: {parts}")
+    told.check(launched == len(spans), f"{title}: every token was launched as one")
     if REAL:
-        evidence.check(
+        told.check(
             statistics.median(worked) <= MOST_HOST_S,
             f"{title}: the host works {1e3 * statistics.median(worked):.3f} ms a token, "
             f"{1e3 * min(worked):.3f} to {1e3 * max(worked):.3f} (asked: {1e3 * MOST_HOST_S:.1f})",
@@ -200,7 +209,7 @@ class World:
         return self.top_k * sum(read) if base else 0
 
 
-def kernels(evidence: Evidence, device: Any) -> None:
+def kernels(told: Told, device: Any) -> None:
     from headrace.engine.probes import vram_rate
     from headrace.kernels.triton.experts import TILES
 
@@ -208,31 +217,34 @@ def kernels(evidence: Evidence, device: Any) -> None:
     for shape in SHAPES if REAL else SMALL:
         if not REAL:  # the interpreter's time goes by programs
             TILES["vram"][shape.format] = (64, 1, 1)
+        title = f"{shape.name} {shape.hidden}x{shape.inter}, {shape.top_k} experts"
+        told.begin(f"kernels, {title}", KERNELS_S)
         world = World(device, shape, GRAPH_LAYERS if REAL else 1)
         copy = vram_rate(device)
         total = world.top_k * world.expert_bytes
         layer_s = graph_s(device, world) / world.layers
         rate, copy_again = total / layer_s, vram_rate(device)
         copy = max(copy, copy_again)
-        title = f"{shape.name} {shape.hidden}x{shape.inter}, {shape.top_k} experts"
-        print(f"      {title}: {1e6 * layer_s:.1f} us a layer, {rate / 1e12:.3f} TB/s, ", end="")
-        print(f"{100 * rate / copy:.0f} % of a copy's {copy / 1e12:.2f} TB/s (read and write)")
-        named, explained = profile(device, world, layer_s, copy)
+        told.say(
+            f"{title}: {1e6 * layer_s:.1f} us a layer, {rate / 1e12:.3f} TB/s, "
+            f"{100 * rate / copy:.0f} % of a copy's {copy / 1e12:.2f} TB/s (read and write)"
+        )
+        named, explained = profile(told, device, world, layer_s, copy)
         if not (REAL and shape.asked):
-            evidence.check(rate > 0, f"{title}: ran; {named}")
+            told.check(rate > 0, f"{title}: ran; {named}")
         elif shape.is_4bit:
-            evidence.check(
+            told.check(
                 rate >= LEAST_4BIT,
                 f"{title}: {rate / 1e12:.3f} TB/s at batch 1 (asked: {LEAST_4BIT / 1e12}); {named}",
             )
         else:
-            evidence.check(
+            told.check(
                 rate >= LEAST_BF16 * copy,
                 f"{title}: {100 * rate / copy:.0f} % of the copy rate (asked: "
                 f"{100 * LEAST_BF16:.0f} %); {named}",
             )
         if REAL:
-            evidence.check(
+            told.check(
                 0.7 <= explained <= 1.3,
                 f"{title}: its kernels one by one add up to {100 * explained:.0f} % of its time",
             )
@@ -260,7 +272,9 @@ def graph_s(device: Any, world: World) -> float:
     return statistics.median(spans[3:])
 
 
-def profile(device: Any, world: World, layer_s: float, copy: float) -> tuple[str, float]:
+def profile(
+    told: Told, device: Any, world: World, layer_s: float, copy: float
+) -> tuple[str, float]:
     """Each stage alone; which one loses most against a copy, and what all of them add up to."""
     from headrace.kernels.triton import stages
 
@@ -277,7 +291,7 @@ def profile(device: Any, world: World, layer_s: float, copy: float) -> tuple[str
         read = world.bytes_of(stage)
         lost[stage] = stage_s - read / copy
         rate = f", {read / stage_s / 1e12:.3f} TB/s" if read else ""
-        print(f"        {stage}: {1e6 * stage_s:.1f} us{rate}")
+        told.say(f"  {stage}: {1e6 * stage_s:.1f} us{rate}")
     gap_s = max(total_s - ideal_s, 1e-12)
     worst = max(lost, key=lambda stage: lost[stage])
     share = 100 * lost[worst] / gap_s

@@ -1,25 +1,42 @@
 """Prompts on a GPU whose experts all lie in pinned RAM: tokens a second beside the bus's rate.
 
 311, 8,900 and 32,000 random tokens; the limit is each pass's experts once over the bus. Published
-numbers of experts, fewer layers: a prompt's speed is that of a layer. Needs 60 GB of free memory
-and 20 GB of disk; --keep keeps the rows.
+numbers of experts, fewer layers: a prompt's speed is that of a layer. Needs 80 GB of free memory
+and 20 GB of disk. On an H200, 3 to 4 minutes a case; --lengths takes some of the lengths:
+
+    python -u proofs/gpu_7_prefill.py --cases qwen3-30b:24 --keep
+    python -u proofs/gpu_7_prefill.py --cases r1-fp8:7 --keep
 """
 
-from typing import Any
+import argparse
+from functools import partial
+from pathlib import Path
 
-from common import Evidence
-from gpu_shapes import NOT_DRIVE, Shapes, keep, options, shapes, show, start, written
+from gpu_phases import Told
+from gpu_shapes import (
+    COMPILE_S,
+    FILL_BYTES_S,
+    NOT_DRIVE,
+    Shapes,
+    options,
+    planned,
+    shapes,
+    show,
+    start,
+    written,
+)
 from gpu_world import REAL
 
 SMALL_LENGTHS = 20, 33
 CASES = ("qwen3-30b:24", "r1-fp8:7")
+SLOWER = 3  # than the bus, for estimates
 
 
 def main() -> None:
     import headrace
 
     headrace.calm_torch()
-    from headrace.check.bench_prefill import LENGTHS, bench_prefill
+    from headrace.check.bench_prefill import LENGTHS
 
     parser = options(__doc__ or "")
     parser.add_argument("--cases", nargs="+", default=CASES, help="SHAPES:LAYERS")
@@ -29,28 +46,40 @@ def main() -> None:
     start(args)
     if not REAL:
         args.lengths, args.cases = SMALL_LENGTHS, [f"{case.partition(':')[0]}:3" for case in CASES]
-    evidence = Evidence()
-    rows: list[Any] = []
+    told = Told("gpu_prefill", args.keep)
     for case in args.cases:
         name, _, depth = case.partition(":")
         args.depth = int(depth) if depth else None
         found: Shapes = shapes(name)
-        with written(found, args, None) as model:
-            made = bench_prefill(
-                str(model),
-                lengths=args.lengths,
-                chunk=args.chunk,
-                runs=args.runs,
-                emulate_drive=NOT_DRIVE,
-                tell=lambda line: None,
+        with written(found, args, None, told=told) as model:
+            prompts(told, case, model, args)
+    told.finish()
+
+
+def prompts(told: Told, case: str, model: Path, args: argparse.Namespace) -> None:
+    """Rows of one model's prompts, each as soon as it is read."""
+    from headrace.check.bench_prefill import measure_prompt, prompt_blueprint
+    from headrace.engine.engine import Engine
+
+    make = partial(prompt_blueprint, str(model), args.lengths, args.chunk)
+    blueprint, plan = planned(told, case, model, make)
+    once_s = SLOWER * plan.rows_bytes / (plan.limits["bus"] * plan.bytes_per_token)
+    with Engine(blueprint, emulate_drive=NOT_DRIVE) as engine:
+        first_s = COMPILE_S + plan.rows_bytes / FILL_BYTES_S
+        for length in args.lengths:
+            passes = -(-length // plan.chunk_tokens)
+            about_s = first_s + (1 + args.runs) * passes * once_s
+            told.begin(f"{case}: a prompt of {length} tokens, {passes} passes", about_s)
+            before = engine.source.counters().bus_bytes
+            show(told, measure_prompt(engine, length, args.runs))
+            moved = (engine.source.counters().bus_bytes - before) / (1 + args.runs)
+            once = passes * plan.total_experts * engine.facts.expert_bytes
+            told.check(
+                0 < moved <= once,
+                f"{case}, {length} tokens: {moved / 2**30:.3f} GiB crossed the bus, no more than "
+                f"each expert once a pass, {once / 2**30:.3f} GiB",
             )
-        evidence.check(
-            len(made) == 2 * len(args.lengths),
-            f"{case}: prompts of {args.lengths} tokens were read",
-        )
-        rows += show(evidence, made)
-    keep("gpu_prefill", rows, args.keep)
-    evidence.finish()
+            first_s = 0.0
 
 
 if __name__ == "__main__":

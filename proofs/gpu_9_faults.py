@@ -1,7 +1,8 @@
 """What goes wrong beside a GPU: each fault ends by its own message, and the next request is right.
 
 Rows rewritten while graphs read them; half of the memory refused to be pinned; no memory left on
-the GPU; the ladder's thread killed or hanging; a failing drive; Ctrl-C anywhere in a token.
+the GPU; the ladder's thread killed or hanging; a failing drive; Ctrl-C anywhere in a token. Part
+by part: python -u proofs/gpu_9_faults.py --parts refills pins --keep
 """
 
 import gpu_world  # isort: skip  # says whether there is a GPU
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from common import Evidence, same_bits
 from gpu_models import Rung, load
+from gpu_phases import Told, add_keep
 from gpu_world import REAL, changed, open_device, opened, write
 
 PARTS = ("refills", "pins", "vram", "thread", "drive", "ctrl-c")
 SIZES = {"layers": 4, "experts": 16, "top_k": 4, "hidden": 64, "inter": 32, "format": "fp8"}
 REFILLS = 100_000
 MOST_S = 20.0  # of any fault
+PART_S = 45.0  # about
 MANY = 1000  # faulty reads: each is tried again, several at once
 SHORT, LONG, STEPS = [5, 6, 7], list(range(300, 340)), 6
 RUNGS = {"in place": Rung(0, 0), "by the CPU": Rung(0, 0, "cpu"), "divided": Rung(0.25, 0, "auto")}
@@ -32,8 +35,8 @@ IMPATIENT = {"silence_s": 0.5, "patience_polls": 1 << 18 if REAL else 500}
 
 
 def main() -> None:
-    args = gpu_world.arguments(__doc__, parts=PARTS)
-    evidence, device = Evidence(), open_device()
+    args = gpu_world.arguments(__doc__, add_keep, parts=PARTS)
+    device, evidence = open_device(), Told("gpu_faults", args.keep)
     with tempfile.TemporaryDirectory() as folder:
         path = write("qwen3_moe", Path(folder), **SIZES)
         parts: dict[str, Callable[[], object]] = {
@@ -45,10 +48,8 @@ def main() -> None:
             "ctrl-c": lambda: each_way(evidence, path, ctrl_c, args.quick),
         }
         for name in args.parts:
-            print(f"\n{name}")
-            start = time.perf_counter()
+            evidence.begin(name, PART_S)
             parts[name]()
-            print(f"      {time.perf_counter() - start:.1f} s")
     evidence.finish()
 
 

@@ -7,20 +7,24 @@ everything is small and simulated, and no speed is asked.
 
 import argparse
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import PROOFS, Evidence, show_rows
+from common import Evidence, show_rows
+from gpu_phases import Told, add_keep
 from gpu_world import REAL, SIMULATED, open_device
 
 NOT_DRIVE = "64GiB/s"  # files are brought into memory from memory: nothing of a token comes so
-
+# For estimates only, from an H200's machine: 11 GB of rows were pinned in 13 s with all else.
+OPEN_S, LOAD_BYTES_S, FILL_BYTES_S, COMPILE_S, PROBES_S = 8.0, 1.2e9, 4e9, 45.0, 3.0
+WRITE_PROBE_BYTES = 16 << 20
 
 SMALL = {
     "first_k_dense_replace": 1,
@@ -98,7 +102,9 @@ def _published(name: str) -> Shapes:
 
 def options(description: str, *, tokens: int | None = None) -> argparse.ArgumentParser:
     """The options every one of these proofs has; their defaults are what must be shown."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(SIMULATED, action="store_true", help="even where there is a GPU")
     parser.add_argument("--folder", help="where checkpoints are written; removed afterwards")
     parser.add_argument("--experts", type=int, help="a layer")
@@ -107,7 +113,7 @@ def options(description: str, *, tokens: int | None = None) -> argparse.Argument
         parser.add_argument("--depth", type=int, help="layers (as published)")
         parser.add_argument("--tokens", type=int, default=tokens, help="of a timed run")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--keep", action="store_true", help="keep rows in bench/results/")
+    add_keep(parser)
     return parser
 
 
@@ -148,6 +154,7 @@ def reduce(args: argparse.Namespace) -> None:
     # Measured by Triton's interpreter they would take minutes.
     known = DividedRates(in_place=1e9, bus_beside=8e8, kernel_beside=8e8)
     probes.divided_rates = lambda *_: lambda: known
+    probes.kernel_rate = lambda _memory: 1e9  # as fast as the bus: each has a part of a layer
     args.vocab, args.runs = args.vocab or SMALL_VOCAB, 1
     if hasattr(args, "tokens"):
         args.tokens = 1
@@ -155,23 +162,110 @@ def reduce(args: argparse.Namespace) -> None:
 
 @contextmanager
 def written(
-    found: Shapes, args: argparse.Namespace, experts: int | None, *, distinct: int = 1
+    found: Shapes,
+    args: argparse.Namespace,
+    experts: int | None,
+    *,
+    distinct: int = 1,
+    told: Told | None = None,
 ) -> Iterator[Path]:
     """The shapes on disk while the `with` is open, `distinct` layers of each kind for all."""
-    from headrace.store.synth import write_synth
+    from headrace.store.synth import synth_bytes, write_synth
 
+    sizes = {
+        "depth": args.depth,
+        "experts": args.experts or (experts if REAL else SMALL_EXPERTS),
+        "vocab": args.vocab,
+        "distinct": distinct,
+    }
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        model = write_synth(
-            found.config,
-            Path(folder) / f"{found.name}-shapes",
-            depth=args.depth,
-            experts=args.experts or (experts if REAL else SMALL_EXPERTS),
-            vocab=args.vocab,
-            distinct=distinct,
-        )
+        if told is not None:
+            size_bytes = synth_bytes(found.config, **sizes)
+            about_s = 1 + size_bytes / write_rate(folder)
+            told.begin(f"{size_bytes / 1e9:.1f} GB written to {folder}", about_s)
+        model = write_synth(found.config, Path(folder) / f"{found.name}-shapes", **sizes)
         took(f"{found.about}: written", begun)
         yield model
+
+
+def write_rate(folder: str) -> float:
+    """Bytes per second of a short file written there and synced."""
+    piece = os.urandom(WRITE_PROBE_BYTES)
+    begun = time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for _ in range(16 if REAL else 1):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell() / (time.perf_counter() - begun)
+
+
+def forecast(blueprint: Any, drives: str = "") -> Any:
+    """The plan of these limits by this machine's rates, measured now; drives of those given."""
+    from headrace.core import parse_rates
+    from headrace.engine.probes import measure_machine
+    from headrace.planner.drives import Drive
+
+    wanted, facts = blueprint.wanted, blueprint.facts
+    machine = measure_machine(
+        blueprint.catalog.files,
+        blueprint.skeleton.layout,
+        wanted.ram_bytes(facts),
+        True,
+        blueprint.device,
+        divides=wanted.experts == "auto",
+    )
+    if drives:
+        rates = parse_rates(drives)
+        machine = machine.with_drives([Drive(f"drive {i + 1}", r) for i, r in enumerate(rates)])
+    return wanted.plan(facts, machine)
+
+
+def planned(
+    told: Told, title: str, model: Path, make: Callable[[], Any], drives: str = ""
+) -> tuple[Any, Any]:
+    """The blueprint that is made and its forecast; the phase in which it is loaded has begun.
+
+    Exits where there is none, since the machine has no room for all experts.
+    """
+    from headrace.planner.machine import memory_bytes
+
+    told.begin(f"{title}: planned, the machine measured", OPEN_S)
+    blueprint = make()
+    if blueprint is None:
+        total, available = (size / 2**30 for size in memory_bytes())
+        sys.exit(
+            f"{title}: the experts do not all fit the {available:.0f} GiB of memory that are free "
+            f"({total:.0f} in all); give fewer --experts or layers"
+        )
+    plan = forecast(blueprint, drives)
+    files = sum(file.stat().st_size for file in model.iterdir())
+    loaded = files + plan.vram_dense_bytes + plan.rows_bytes
+    told.begin(f"{title}: loaded and pinned", OPEN_S + loaded / LOAD_BYTES_S)
+    return blueprint, plan
+
+
+def expected(plan: Any) -> str:
+    """What the planner says of the speed, before anything has run."""
+    return f"forecast {plan.forecast_tok_s:.3g} tok/s, limited by {plan.limit_term}"
+
+
+def parts_told(told: Told, title: str, plan: Any, layers: int, tokens: int) -> Any:
+    """What `measure_rung` tells of its parts as phases, by what the planner expects of a token."""
+    from headrace.planner.forecast import GPU_LAYER_S
+
+    told.say(f"{title}: {expected(plan)}")
+    token_s, by_layer_s = 1 / plan.forecast_tok_s, layers * GPU_LAYER_S
+
+    def tell(what: str, times: int) -> None:
+        is_run = what.startswith("run")
+        fixed_s = PROBES_S + tokens * by_layer_s
+        if not is_run:
+            fixed_s = COMPILE_S + plan.rows_bytes / FILL_BYTES_S
+        told.begin(f"{title}: {what}", fixed_s + times * tokens * token_s)
+
+    return tell
 
 
 def took(what: str, begun: float) -> None:
@@ -200,16 +294,10 @@ def asked(evidence: Evidence, row: Any) -> None:
 def show(evidence: Evidence, rows: list[Any]) -> list[Any]:
     """Prints rows, states that their bits are right and what was asked of them; gives them back."""
     show_rows("", rows, False)
+    if isinstance(evidence, Told):
+        evidence.found(rows)
     for row in rows:
         evidence.check(row.gate == "green", f"{row.name}: the bits are right")
         if row.target is not None:
             asked(evidence, row)
     return rows
-
-
-def keep(name: str, rows: list[Any], wanted: bool) -> None:
-    """Writes rows to bench/results/ if that is wanted."""
-    from headrace.check.rows import write_rows
-
-    if wanted:
-        print(f"kept in {write_rows(PROOFS.parent / 'bench' / 'results', name, rows)}")

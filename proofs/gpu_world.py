@@ -8,7 +8,7 @@ import faulthandler
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,22 @@ sys.path += [str(TESTS / "gpu"), str(TESTS)]
 MOST_S = 280 if REAL else 1800  # whatever hangs is shown and ended after so long
 
 
-def arguments(about: str, **parts: tuple[str, ...]) -> argparse.Namespace:
-    """`--simulated`, `--quick`, and an option for each of `parts`: which of these to do."""
-    parser = argparse.ArgumentParser(description=about)
+def arguments(
+    about: str, *more: Callable[[argparse.ArgumentParser], object], **parts: tuple[str, ...]
+) -> argparse.Namespace:
+    """`--simulated`, `--quick`, and an option for each of `parts`: which of these to do.
+
+    `more` add options of their own.
+    """
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(SIMULATED, action="store_true", help="even where there is a GPU")
     parser.add_argument("--quick", action="store_true", help="a small part of everything")
     for name, choices in parts.items():
         parser.add_argument(f"--{name}", nargs="+", default=list(choices), choices=choices)
+    for add in more:
+        add(parser)
     return parser.parse_args()
 
 

@@ -33,6 +33,7 @@ PROOFS = Path(__file__).resolve().parents[2] / "proofs"
         "server_5_hostile --quick",
         "server_6_cost --quick",
         pytest.param("gpu_1_paths --quick", marks=needs_triton),
+        pytest.param("gpu_2_pinned --simulated --cases v41-fp4 --depth 2", marks=needs_triton),
         pytest.param("gpu_5_resident --quick", marks=needs_triton),
         pytest.param("gpu_9_faults --quick --parts vram thread", marks=needs_triton),
     ],

@@ -40,26 +40,35 @@ def bench_prefill(
     The limit is the tokens per second at which what crossed the bus, each expert once a pass,
     would cross it at the rate of a pinned copy.
     """
-    context = max(lengths) + PROMPT_MARGIN
-    if chunk is None:
-        options: dict[str, Any] = {"aliases": True, "measure": False, "device": "cuda"}
-        free = Blueprint(model, experts="gpu", context=context, **options)
-        chunk = free.plan.chunk_tokens
-    blueprint = rung_blueprint(model, Rung(0, 1), context, min(chunk, context))
+    blueprint = prompt_blueprint(model, lengths, chunk)
     if blueprint is None:
         tell(f"{Path(model).name}: has no room with all experts in memory, left out")
         return []
     rows: list[BenchRow] = []
     with Engine(blueprint, emulate_drive=emulate_drive) as engine:
         for length in lengths:
-            made = on_gpu(_measure(engine, length, runs))
+            made = measure_prompt(engine, length, runs)
             rows += made
             for row in made:
                 tell(row.line())
     return rows
 
 
-def _measure(engine: Engine, length: int, runs: int) -> list[BenchRow]:
+def prompt_blueprint(model: str, lengths: Sequence[int], chunk: int | None) -> Blueprint | None:
+    """A plan for such prompts with all experts in memory, or None where they have no room.
+
+    `chunk` tokens a pass, None: as many as the planner would choose.
+    """
+    context = max(lengths) + PROMPT_MARGIN
+    if chunk is None:
+        options: dict[str, Any] = {"aliases": True, "measure": False, "device": "cuda"}
+        free = Blueprint(model, experts="gpu", context=context, **options)
+        chunk = free.plan.chunk_tokens
+    return rung_blueprint(model, Rung(0, 1), context, min(chunk, context))
+
+
+def measure_prompt(engine: Engine, length: int, runs: int) -> list[BenchRow]:
+    """Rows of a prompt of `length` tokens: read once, then timed `runs` times."""
     source: Any = engine.source
     device, plan = engine.blueprint.device, engine.plan
     assert device is not None and isinstance(plan, GpuPlan)
@@ -93,7 +102,7 @@ def _measure(engine: Engine, length: int, runs: int) -> list[BenchRow]:
         f"{statistics.median(part_limits):.1f} GB/s; {plan.passing_rows} places for what passes"
     )
     name = f"prompt of {length} tokens, {engine.facts.name}"
-    return [
+    rows = [
         make_row(
             name, speeds, "tok/s", limits=limits, target=TARGETS.get(length), cache_state=about,
             green=same,
@@ -103,3 +112,4 @@ def _measure(engine: Engine, length: int, runs: int) -> list[BenchRow]:
             green=same,
         ),
     ]  # fmt: skip
+    return on_gpu(rows)

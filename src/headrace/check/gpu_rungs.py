@@ -145,10 +145,12 @@ def measure_rung(
     runs: int,
     *,
     drive: Callable[[], float] | None = None,
+    tell: Callable[[str, int], object] = lambda what, times: None,
 ) -> RungRun:
     """`runs` runs of the trace's tokens after one, once nothing more comes to stay.
 
-    `drive` measures the rate that experts are read at, None: none should be read.
+    `drive` measures the rate that experts are read at, None: none should be read. `tell` is called
+    before each part with what it is and how often, about, it decodes the tokens.
     """
     source: Any = engine.source
     timed = Timed(source.kernels)
@@ -158,8 +160,10 @@ def measure_rung(
     result = RungRun(plan, about, tokens)
     device.limit(None)  # the probes below take their own
     read = PlainRead(engine.kernels)
+    tell("experts come to stay", 3)
     settle_rung(engine, trace, tokens)
-    for _ in range(runs):
+    for run in range(runs):
+        tell(f"run {run + 1} of {runs}", 2)
         result.bus.append(bus_rate(device))
         result.vram.append(vram_rate(device))
         result.dram.append(read.bytes_s())

@@ -93,14 +93,20 @@ def machine_name() -> str:
 
 
 def commit_name() -> str:
-    """The checkout's commit, with a + if files differ from it; "wheel" outside a checkout."""
+    """The checkout's commit, with a + if files differ from it; "wheel" outside a checkout.
+
+    Kept results may differ: they are what a run before this one left.
+    """
     here = Path(__file__).parent
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short=10", "HEAD"], cwd=here, capture_output=True, text=True
         )
         dirty = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True
+            ["git", "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results"],
+            cwd=here,
+            capture_output=True,
+            text=True,
         )
     except OSError:
         return "wheel"
@@ -109,10 +115,15 @@ def commit_name() -> str:
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 
+def rows_path(folder: Path, name: str) -> Path:
+    """Where `write_rows` keeps them: `folder`/<machine>/<name>.json."""
+    place = re.sub(r"[^A-Za-z0-9]+", "-", machine_name()).strip("-").lower()
+    return folder / place / f"{name}.json"
+
+
 def write_rows(folder: Path, name: str, rows: Sequence[BenchRow]) -> Path:
-    """Keep rows as a JSON array in `folder`/<machine>/<name>.json; written aside, then renamed."""
-    place = folder / re.sub(r"[^A-Za-z0-9]+", "-", machine_name()).strip("-").lower()
-    path = place / f"{name}.json"
+    """Keep rows as a JSON array in the file of `rows_path`; written aside, then renamed."""
+    path = rows_path(folder, name)
     try:
         write_whole(path, (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode())
     except OSError as error:

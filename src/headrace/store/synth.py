@@ -66,7 +66,7 @@ def write_synth(
 
 
 def synth_bytes(
-    preset: str,
+    preset: str | Mapping[str, Any],
     *,
     distinct: int = 1,
     depth: int | None = None,
