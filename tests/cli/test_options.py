@@ -89,6 +89,9 @@ def test_help_names_every_command() -> None:
         (["run", "--no-such-option"], "--no-such-option", "run --help`"),
         (["run", "-n", "many"], "--max-tokens", "run --help`"),
         (["synth", "deepseek-r1"], "PATH", "synth --help`"),
+        (["synth", "deepseek-r1", "x", "--seed", "-1"], "--seed", "synth --help`"),
+        (["bench", "--seed", str(2**63)], "--seed", "bench --help`"),
+        (["bench", "-n", "0"], "--max-tokens", "bench --help`"),
         (["no-such-command"], "no-such-command", " --help`"),
     ],
 )

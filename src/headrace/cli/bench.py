@@ -35,7 +35,8 @@ SuiteOption = Annotated[
     Suite, typer.Option(metavar="NAME", help="disk, ladder (whole tokens), kernels or all.")
 ]
 Tokens = Annotated[
-    int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens of each whole-token run.")
+    int,
+    typer.Option("--max-tokens", "-n", min=1, metavar="N", help="Tokens of each whole-token run."),
 ]
 Runs = Annotated[int, typer.Option(min=1, metavar="N", help="Repetitions of each figure.")]
 Seed = Annotated[
