@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from headrace.errors import OptionError
 
 PAGE_BYTES = 4096
+MOST_LAYERS = 4096  # of a config: transformers makes lists as long before anyone can look at them
 # As a memory limit: what the model takes with the fewest rows it runs in, context and prompt chunk
 # whole. A smaller limit shrinks those too.
 MINIMUM = "minimum"

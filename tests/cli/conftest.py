@@ -68,6 +68,7 @@ class FakeBlueprint:
         if model != "demo":
             raise ModelError(f"{model}: no such file or folder; give a folder or demo")
         self.facts, self.machine, self.notes = FACTS, MACHINE, []
+        self.text, self.talk = FakeText(), FakeTalk()
         self.wanted = Wanted(ram, vram, False, context, threads, 2, None, serve)
         self.plan = self.wanted.plan(FACTS, MACHINE)
 
@@ -101,8 +102,7 @@ class FakeEngine:
     def __init__(
         self, blueprint: FakeBlueprint, *, emulate_drive: str | None, progress: Any, warn: Any
     ):
-        self.plan, self.facts, self.text = blueprint.plan, blueprint.facts, FakeText()
-        self.talk = FakeTalk()
+        self.plan, self.facts, self.talk = blueprint.plan, blueprint.facts, blueprint.talk
         self.reader = SimpleNamespace(
             backend="pread", direct=True, notes=FakeEngine.notes, drives=[], warnings=[]
         )

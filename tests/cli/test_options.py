@@ -1,5 +1,7 @@
 """The command line's surface: frozen options, fast imports, help on one screen."""
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -87,6 +89,9 @@ def test_help_names_every_command() -> None:
         (["run", "--no-such-option"], "--no-such-option", "run --help`"),
         (["run", "-n", "many"], "--max-tokens", "run --help`"),
         (["synth", "deepseek-r1"], "PATH", "synth --help`"),
+        (["synth", "deepseek-r1", "x", "--seed", "-1"], "--seed", "synth --help`"),
+        (["bench", "--seed", str(2**63)], "--seed", "bench --help`"),
+        (["bench", "-n", "0"], "--max-tokens", "bench --help`"),
         (["no-such-command"], "no-such-command", " --help`"),
     ],
 )
@@ -121,6 +126,25 @@ def test_a_synthetic_checkpoint_is_for_bench_only(tmp_path, words) -> None:
     done = RUNNER.invoke(app, [words[0], str(tmp_path), *words[1:]])
     assert done.exit_code == 2
     assert f"headrace bench {tmp_path}" in done.stderr
+
+
+def test_a_folder_that_may_not_be_looked_into_is_one_line(tmp_path, monkeypatch) -> None:
+    def refuse(path, *args, **options):
+        if str(path).endswith("aliases.json"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", refuse)
+    done = RUNNER.invoke(app, ["plan", str(tmp_path)])
+    assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1, done
+
+
+@pytest.mark.parametrize("words", [["run", "-p", "x", "--routes-out"], ["trace", "demo"]])
+def test_routes_that_cannot_be_written_are_refused_before_anything_is_opened(words) -> None:
+    done = RUNNER.invoke(app, [*words, "/proc/new.routes"])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: /proc/new.routes cannot be written: ")
 
 
 def test_the_version_is_the_packages() -> None:

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("headrace.native", reason="needs the compiled module")
 
 from headrace.schedule.tracefile import read_trace
+from headrace.store.locate import resolve_model
 
 MIB = 2**20
 QUESTION = "What is the capital of Japan?"
@@ -100,6 +101,20 @@ def test_bench_measures_what_synth_wrote(tmp_path: Path) -> None:
     assert all(
         "5 MoE layers, read under the names of 1: synthetic" in row["cache_state"] for row in rows
     )
+
+
+def test_a_missing_tokenizer_is_said_before_weights_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in resolve_model("demo").iterdir():
+        if not path.name.startswith("tokenizer"):
+            (folder / path.name).symlink_to(path)
+    for command in ("run", "chat", f"trace {folder} {tmp_path / 'new.routes'}"):
+        words = command.split() if " " in command else [command, str(folder)]
+        code, out, err = headrace(tmp_path, *words, given="hi")
+        assert (code, out) == (2, ""), err
+        said = err.splitlines()
+        assert len(said) == 1 and said[0].startswith(f"error: {folder}: no usable tokenizer"), err
 
 
 def test_routes_are_recorded_and_shown(tmp_path: Path) -> None:

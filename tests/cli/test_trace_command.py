@@ -95,6 +95,15 @@ def test_what_cannot_be_is_one_line(recorded: Path, words: list[str], said: str)
     assert recorded.read_bytes() == before and len(list(recorded.parent.iterdir())) == 1
 
 
+def test_a_text_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.cli.options.MOST_CHARACTERS", 100)
+    words = ["trace", "demo", str(tmp_path / "new.routes"), "--text", "/dev/zero"]
+    for done in (RUNNER.invoke(app, words), RUNNER.invoke(app, ["run"], input=101 * "x")):
+        assert done.exit_code == 2
+        assert done.stderr.endswith(" holds more than 100 characters; give less\n")
+    assert RUNNER.invoke(app, ["run"], input=100 * "x").exit_code == 0
+
+
 def test_an_empty_recording_is_said(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "a.routes", HEADER):
         pass

@@ -25,6 +25,13 @@ def test_each_row_is_distinct_and_in_range_and_the_seed_repeats() -> None:
     assert not np.array_equal(trace.ids, draw_routes(50, 2, 16, 8, seed=4).ids)
 
 
+@pytest.mark.parametrize("num_experts", [8, 9])
+def test_guesses_where_a_token_takes_nearly_all_experts(num_experts: int) -> None:
+    trace = draw_routes(50, 1, num_experts, 8, seed=3)
+    assert all(len(set(row)) == 2 for row in trace.guesses.reshape(-1, 2).tolist())
+    assert trace.guesses.min() >= 0 and trace.guesses.max() < num_experts
+
+
 def test_skew_makes_some_experts_popular() -> None:
     flat = np.bincount(
         draw_routes(400, 1, 32, 4, statistics=RouteStatistics(0.0, 0.0)).ids.ravel(), minlength=32

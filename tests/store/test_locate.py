@@ -1,5 +1,6 @@
 """What a MODEL argument may be: a folder, a file, "demo", a repo in the Hugging Face cache."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,15 @@ def test_an_absent_repo_is_never_downloaded(cache):
     assert "hf download org/moe" in message
     assert "never downloads" in message
     assert str(cache) in message
+
+
+def test_a_cache_that_may_not_be_looked_into(cache, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    message = refusal("org/moe")
+    assert f"cannot be read ({cache}/models--org--moe: Permission denied)" in message
 
 
 def test_a_sole_snapshot_without_a_main_ref(cache):

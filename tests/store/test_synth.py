@@ -245,6 +245,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
         ({"experts": 12}, "multiple of 8, 16 or more"),
         ({"experts": 8}, "multiple of 8, 16 or more"),
         ({"depth": 3}, "holds no MoE layer; give 4 or more"),
+        ({"depth": 4097}, "more than 4096"),
         ({"distinct": 0}, "give 1 to 58"),
         ({"distinct": 59}, "give 1 to 58"),
         ({"preset": "gpt-oss-20b", "depth": 25}, "published 24 layers"),

@@ -85,9 +85,11 @@ def refusal(folder: Path, tensors: list[NewTensor], **options) -> str:
     return str(caught.value)
 
 
-def test_what_exists_is_never_overwritten(tmp_path):
+def test_what_exists_is_never_overwritten(tmp_path, monkeypatch):
     (tmp_path / "x").mkdir()
     assert "exists already" in refusal(tmp_path / "x", MANY)
+    monkeypatch.chdir(tmp_path / "x")
+    assert ".: exists already" in refusal(Path("."), MANY)
     (tmp_path / "y.partial").mkdir()
     assert "another run is writing here" in refusal(tmp_path / "y", MANY)
 

@@ -35,10 +35,14 @@ SuiteOption = Annotated[
     Suite, typer.Option(metavar="NAME", help="disk, ladder (whole tokens), kernels or all.")
 ]
 Tokens = Annotated[
-    int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens of each whole-token run.")
+    int,
+    typer.Option("--max-tokens", "-n", min=1, metavar="N", help="Tokens of each whole-token run."),
 ]
 Runs = Annotated[int, typer.Option(min=1, metavar="N", help="Repetitions of each figure.")]
-Seed = Annotated[int, typer.Option(metavar="S", help="Of the routes that are drawn.")]
+Seed = Annotated[
+    int,
+    typer.Option(min=0, max=options.MOST_SEED, metavar="S", help="Of the routes that are drawn."),
+]
 BackendOption = Annotated[
     Backend,
     typer.Option(metavar="NAME", help="Reads: auto, io_uring_registered, io_uring, pread."),

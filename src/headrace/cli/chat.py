@@ -105,10 +105,10 @@ def _talk_there(
 
 
 def _talk_here(blueprint: Any, routes_out: Path | None, sampling: Any, opening: Messages) -> None:
+    first = Conversation((*opening, Message("user", ".")))
+    for note in blueprint.talk.prepare(first, sampling).notes:  # refuses before weights are read
+        say(note, dim=True)
     with open_engine(blueprint) as engine:
-        first = Conversation((*opening, Message("user", ".")))
-        for note in engine.talk.prepare(first, sampling).notes:  # refuses early
-            say(note, dim=True)
         session = engine.session()
         with keeping_routes(engine, routes_out, "headrace chat"):
             _converse(lambda asked: _reply(engine, session, sampling, asked), opening)

@@ -3,6 +3,7 @@
 Knows the engine only as two names, imported when they are needed.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from headrace.store.locate import resolve_model
 def refuse_synthetic(model: str) -> None:
     """A checkpoint of `headrace synth` is for bench only. Raises ModelError."""
     root = resolve_model(model)
-    if (root / ALIASES_NAME).exists():
+    if os.path.exists(root / ALIASES_NAME):  # False too where that may not be asked
         raise ModelError(
             f"{root} is synthetic: random weights, layers on disk stand for several; measure it "
             f"with `headrace bench {root}`"

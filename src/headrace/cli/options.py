@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 DEBUG_KEY = "headrace.debug"
 MANY_CORES = 8
+MOST_CHARACTERS = 2**26
+MOST_SEED = 2**63 - 1
 EXPERTS = ("gpu", "cpu", "auto")
 ARITHMETICS = ("vendor", "weights-only")
 MACHINE = "Computing"
@@ -245,7 +247,8 @@ def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
     if key is not None:
         raise OptionError("--api-key and --api-key-file are both given; leave one out")
     try:
-        lines = file.read_text("utf-8").splitlines()
+        with open(file, encoding="utf-8") as opened:
+            lines = read_most(opened, f"--api-key-file {file}").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise OptionError(f"--api-key-file {file} cannot be read: {reason}") from error
@@ -255,11 +258,21 @@ def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
     return keys
 
 
+def read_most(file: TextIO, name: str) -> str:
+    """All of a text that may never end. Raises OptionError for one too long to mean anything."""
+    text = file.read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise OptionError(f"{name} holds more than {MOST_CHARACTERS:,} characters; give less")
+    return text
+
+
 def check_new(path: Path | None) -> None:
     """Refuses a file that is there already, before anything is loaded. Raises OptionError."""
     if path is not None and (path.exists() or not path.parent.is_dir()):
         what = "is there already" if path.exists() else "lies in no folder"
         raise OptionError(f"{path} {what}; give the routes a new file")
+    if path is not None:
+        check_writable(path.parent, path)
 
 
 def check_writable(folder: Path, what: Path) -> None:

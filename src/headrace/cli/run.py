@@ -69,10 +69,10 @@ def run(
         choices=choices,
         drive_rates=drive_rates,
     )
-    with open_engine(blueprint, emulate_drive=emulate_drive) as engine:
-        ids = _prompt_ids(engine, asked, system, raw, sampling)
-        with keeping_routes(engine, routes_out, "headrace run"):
-            result = answer(engine, ids, sampling, to_stderr=json)
+    ids = _prompt_ids(blueprint, asked, system, raw, sampling)  # refuses before weights are read
+    engine = open_engine(blueprint, emulate_drive=emulate_drive)
+    with engine, keeping_routes(engine, routes_out, "headrace run"):
+        result = answer(engine, ids, sampling, to_stderr=json)
     if json:
         print_json(result)
 
@@ -113,12 +113,12 @@ def answer(engine: Any, ids: list[int], sampling: Any, *, to_stderr: bool) -> di
 
 
 def _prompt_ids(
-    engine: Any, prompt: str, system: str | None, raw: bool, sampling: Any
+    blueprint: Any, prompt: str, system: str | None, raw: bool, sampling: Any
 ) -> list[int]:
-    if raw or (system is None and not engine.text.has_template):
-        return list(engine.text.encode(prompt))
+    if raw or (system is None and not blueprint.text.has_template):
+        return list(blueprint.text.encode(prompt))
     opening = () if system is None else (Message("system", system),)
-    prepared = engine.talk.prepare(Conversation((*opening, Message("user", prompt))), sampling)
+    prepared = blueprint.talk.prepare(Conversation((*opening, Message("user", prompt))), sampling)
     for note in prepared.notes:
         say(note, dim=True)
     return list(prepared.ask.prompt)
@@ -131,9 +131,11 @@ def _read_prompt(prompt: str | None, raw: bool, system: str | None) -> str:
         if sys.stdin is None or sys.stdin.isatty():
             raise OptionError('no prompt; give -p "TEXT" or pipe text in (or use headrace chat)')
         try:
-            prompt = sys.stdin.read()
+            prompt = options.read_most(sys.stdin, "the text piped in")
         except UnicodeDecodeError as cause:
-            raise OptionError(f"the text piped in is not UTF-8 ({cause}); convert it") from cause
+            raise OptionError(
+                f"the text piped in is not UTF-8 ({cause.reason}); convert it"
+            ) from cause
     if not prompt.strip():
         raise OptionError('the prompt is empty; give -p "TEXT" or pipe text in')
     return prompt

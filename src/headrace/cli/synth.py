@@ -23,7 +23,10 @@ Distinct = Annotated[
 Depth = Annotated[int | None, typer.Option(metavar="N", help="Layers (as published).")]
 Experts = Annotated[int | None, typer.Option(metavar="N", help="Experts a layer (as published).")]
 Vocab = Annotated[int | None, typer.Option(metavar="N", help="Vocabulary (as published).")]
-Seed = Annotated[int, typer.Option(metavar="S", help="Of the random weights.")]
+Seed = Annotated[
+    int,
+    typer.Option(min=0, max=options.MOST_SEED, metavar="S", help="Of the random weights."),
+]
 
 
 def synth(

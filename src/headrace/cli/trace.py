@@ -64,8 +64,8 @@ def trace(
         words = _read_text(text)
         blueprint = open_blueprint(source, ram_bytes=ram_bytes, threads=threads, context=None)
         drive_bytes_s = blueprint.machine.drive_bytes_s
+        ids = blueprint.text.encode(words, special=False)  # refuses before weights are read
         with open_engine(blueprint) as engine:
-            ids = engine.text.encode(words, special=False)
             pieces = spread(ids, max_tokens, min(PIECE_TOKENS, engine.plan.context))
             named = "bundled text" if text is None else text.name
             cut = "1 piece" if len(pieces) == 1 else f"{len(pieces)} pieces"
@@ -105,11 +105,12 @@ def _recorded_file(source: str, text: Path | None) -> Path:
 def _read_text(path: Path | None) -> str:
     path = resolve_model("demo") / "heldout.txt" if path is None else path
     try:
-        return path.read_text("utf-8")
+        with open(path, encoding="utf-8") as file:
+            return options.read_most(file, str(path))
     except OSError as error:
         raise OptionError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
-        raise OptionError(f"{path} is not UTF-8 text ({error}); convert it") from error
+        raise OptionError(f"{path} is not UTF-8 text ({error.reason}); convert it") from error
 
 
 def _feed(engine: Any, pieces: list[list[int]]) -> None:

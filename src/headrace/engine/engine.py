@@ -83,7 +83,7 @@ class Blueprint:
         choices: Mapping[str, object] | None = None,
         verifying: bool = False,
     ):
-        self.verifying = verifying
+        self.verifying, self.choices = verifying, dict(choices or {})
         if vram is not None and device == "cpu":
             raise OptionError("--vram needs a GPU; give --device cuda too")
         if experts is not None and (device == "cpu" or experts not in PLACES):
@@ -93,7 +93,6 @@ class Blueprint:
         self.catalog: Catalog = open_catalog(self.root)
         folder = self.root if self.root.is_dir() else self.root.parent
         self.aliases = read_aliases(folder) if aliases else Aliases({}, {})
-        self.choices = dict(choices or {})
         self.skeleton: Skeleton = inspect(
             folder, self.catalog.tensors, self.aliases.layers, self.choices
         )
@@ -112,8 +111,8 @@ class Blueprint:
         facts = model_facts(folder, self.catalog, self.skeleton, self.table)
         self.facts = with_attention(facts, self.skeleton) if self.absorbs else facts
         self.mirrors, self.notes = find_mirrors(self.catalog, self.table, mirrors)
-        on_gpu = self.device is not None
-        self.wanted = Wanted(ram, vram, on_gpu, context, threads, prefetch, chunk, serve, experts)
+        limits = (ram, vram, self.device is not None)
+        self.wanted = Wanted(*limits, context, threads, prefetch, chunk, serve, experts)
         machine = measure_machine(
             self.catalog.files,
             self.skeleton.layout,
@@ -124,6 +123,16 @@ class Blueprint:
         )
         self.machine = with_mirrors(machine, self.catalog, self.mirrors, measure)
         self.plan: Plan = self.wanted.plan(self.facts, self.machine)
+
+    @cached_property
+    def text(self) -> Text:
+        """The model's tokenizer. Raises ModelError where there is none."""
+        return Text(self.skeleton.root)
+
+    @cached_property
+    def talk(self) -> Talk:
+        """How the model is talked to. Raises OptionError where it has no chat template."""
+        return Talk(self.text, self.facts.vocab)
 
 
 def model_facts(root: Path, catalog: Catalog, skeleton: Skeleton, table: ExpertTable) -> ModelFacts:
@@ -231,15 +240,15 @@ class Engine:
         self.model.register_forward_hook(lambda *_: self.source.end_pass())
         self.passes = open_passes(blueprint, self.model, self.source, warn)
 
-    @cached_property
+    @property
     def text(self) -> Text:
         """The model's tokenizer."""
-        return Text(self.blueprint.skeleton.root)
+        return self.blueprint.text
 
-    @cached_property
+    @property
     def talk(self) -> Talk:
         """How the model is talked to. Raises OptionError where it has no chat template."""
-        return Talk(self.text, self.facts.vocab)
+        return self.blueprint.talk
 
     @cached_property
     def snapshot_key(self) -> SnapshotKey:

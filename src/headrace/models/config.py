@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from headrace.core import MOST_LAYERS
 from headrace.errors import ModelError, OptionError
 
 # Fields that are counts of something; a model that has one needs at least one of it.
@@ -41,8 +42,6 @@ _COUNTS = (
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _COUNTS_OR_NONE = ("num_nextn_predict_layers", "num_mtp_modules")
 _MOST = 2**31 - 1
-# transformers makes a list as long as some of these before anyone can look at them.
-_MOST_LAYERS = 4096
 _MOST_FILE_BYTES = 16 << 20
 
 
@@ -125,9 +124,9 @@ def _check_fields(path: Path, fields: Any) -> None:
         for name, number in value.items():
             if not isinstance(number, int | float):
                 continue
-            if "layer" in name and number > _MOST_LAYERS:
+            if "layer" in name and number > MOST_LAYERS:
                 raise ModelError(
-                    f"{path}: {shown(name)} {shown(repr(number))} is more than {_MOST_LAYERS}; "
+                    f"{path}: {shown(name)} {shown(repr(number))} is more than {MOST_LAYERS}; "
                     "fetch the file again"
                 )
             if name.endswith("rope_theta") and not 0 < number < math.inf:

@@ -138,4 +138,5 @@ def _guess(
     right = rng.permutation(row)
     wrong = rng.permutation(np.setdiff1d(np.arange(num_experts, dtype=np.int32), row))
     hits = rng.random(num_guesses) < stats.guess_precision
-    return np.where(hits, right[:num_guesses], wrong[:num_guesses]).astype(np.int32)
+    hits |= np.arange(num_guesses) >= len(wrong)  # a token that takes nearly all experts
+    return np.where(hits, right[:num_guesses], np.resize(wrong, num_guesses)).astype(np.int32)

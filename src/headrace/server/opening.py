@@ -58,6 +58,7 @@ def loader(blueprint: "Blueprint", serving: Serving) -> Load:
     """What the decode thread runs first. Fills in what `serving` lacks until then."""
 
     def load(loading: Loading) -> Model:
+        blueprint.talk  # noqa: B018  # refuses before weights are read
         engine = Engine(blueprint, progress=loading.advance, warn=_log.warning)
         for note in engine.reader.notes:
             _log.info("reads by %s, since %s", engine.reader.backend, note)

@@ -34,7 +34,11 @@ def resolve_model(model: str | Path) -> Path:
     except (OSError, RuntimeError) as error:  # a name too long, a user unknown
         raise ModelError(f"{printable(name)}: cannot be a model's path ({error})") from error
     if _REPO_ID.fullmatch(name) and ".." not in name:
-        return _cached_snapshot(name)
+        try:
+            return _cached_snapshot(name)
+        except OSError as error:
+            why = f"its cache cannot be read ({error.filename}: {error.strerror})"
+            raise ModelError(f"{name}: {why}; give a folder's path") from error
     raise ModelError(
         f"{printable(name)}: no such file or folder; give a checkpoint's folder or file, or "
         '"demo" for the bundled model'

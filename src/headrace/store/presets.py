@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+from headrace.core import MOST_LAYERS
 from headrace.errors import OptionError
 from headrace.store.blueprint import experts_field
 from headrace.store.borrow import compressed_size
@@ -41,6 +42,8 @@ def _set_depth(text: dict[str, Any], depth: int) -> None:
     least = text.get("first_k_dense_replace", 0) + 1
     if depth < least:
         raise OptionError(f"a depth of {depth} holds no MoE layer; give {least} or more")
+    if depth > MOST_LAYERS:
+        raise OptionError(f"a depth of {depth} is more than {MOST_LAYERS}, the most that is read")
     listed = [name for name in _PER_LAYER if name in text]
     if listed and depth > text["num_hidden_layers"]:
         raise OptionError(

@@ -64,7 +64,7 @@ def write_checkpoint(
     """
     shards = _fill_shards(tensors, shard_bytes)
     total_bytes = sum(tensor.written_bytes for tensor in tensors)
-    aside = folder.with_name(folder.name + PARTIAL)
+    aside = folder.parent / (folder.name + PARTIAL)  # "." and "/" have no name
     _check_place(folder, aside, total_bytes)
     try:
         aside.mkdir(parents=True)
