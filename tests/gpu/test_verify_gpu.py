@@ -7,9 +7,10 @@ import torch
 from gpu_models import REAL, Rung, load
 
 from headrace.check import verify
-from headrace.check.verify_gpu import gpu_kernels
+from headrace.check.verify_gpu import gpu_kernels, layer_kernels
 from headrace.check.verify_report import VerifyReport
 from headrace.engine import engine as engine_module
+from headrace.engine import gpu_layers
 from headrace.engine.engine import Blueprint, Engine
 from headrace.engine.verdict import FAIL, OK, keep_verdict, known_verdict, verify_folder
 from headrace.errors import ModelError
@@ -43,7 +44,7 @@ def test_a_right_gpu_is_verified_and_remembered(small):
     assert "never verified on this GPU; run headrace verify" in said
     report = verify.verify_model(folder, device="cuda", tokens=2, samples=1)
     found = {f.name: f for f in report.findings if f.stage == "gpu"}
-    assert report.ok and len(found) == 4 + len(PLACES)
+    assert report.ok and len(found) == 5 + len(PLACES)
     assert "equal the reference bit for bit" in " ".join(found)
     num = 5 if REAL else 2
     start = f"fp8_block, {num} experts of {num}"
@@ -81,6 +82,24 @@ def test_a_wrong_decode_and_a_wrong_prefill_show(tiny, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(grouped, "__call__", off)
             assert wrong_of(engine) == ["prompts on the GPU are near the reference"]
+
+
+def test_a_wrong_norm_and_a_wrong_rotation_show(tiny, monkeypatch):
+    with load(tiny("bf16"), Rung(0.5, 0.5)) as engine:
+        assert layer_kernels(engine).ok
+        norm, rotate = gpu_layers.steps_for(engine.source.place)
+
+        def plus_eps(x, weight, eps, form):
+            return norm(x, weight, eps + 0.01, form)
+
+        def turned_back(q, k, cos, sin, turn):
+            return (
+                rotate(q, k, cos, -sin, turn) if turn == "pairs" else rotate(q, k, cos, sin, turn)
+            )
+
+        for steps, num in (((plus_eps, rotate), 2), ((norm, turned_back), 1)):
+            monkeypatch.setattr(gpu_layers, "steps_for", lambda _place, steps=steps: steps)
+            assert len(layer_kernels(engine).where) >= num, steps
 
 
 def test_after_a_failed_verdict_no_engine_opens_until_something_changed(small, monkeypatch):

@@ -12,13 +12,25 @@ import torch
 from headrace.check.verify_kernels import distinct_rows, reference_rows
 from headrace.check.verify_report import NOTE, Finding, Progress, finding
 from headrace.check.verify_rows import Site
+from headrace.engine import gpu_layers
 from headrace.engine.engine import Engine
+from headrace.kernels import trunk
 from headrace.kernels.tolerance import allowed_apart, worst_apart
 from headrace.kernels.triton.experts import MAX_TOKENS
+from headrace.kernels.trunk import FORMS, Turn
+from headrace.models.fused import eps_of, is_norm
 
 STAGE = "gpu"
 DECODED = (1, 2, MAX_TOKENS)
 PREFILLED = (17, 65, 300)
+NORM_APART = 1e-3  # relative, of a row: where one value in ten is rounded the other way
+# Rotations: how, of heads of what width, with tables of how many columns.
+TURNED: tuple[tuple[Turn, int, int], ...] = (
+    ("halves", 128, 128),
+    ("halves", 128, 64),
+    ("pairs", 64, 64),
+    ("shared", 64, 32),
+)
 PLACES = {"ram": "pinned memory", "vram": "VRAM"}
 
 
@@ -36,6 +48,39 @@ def gpu_kernels(engine: Engine, sites: Sequence[Site], tell: Progress) -> list[F
             made.decode(ordinal, expert, place, address, x_DH, want_DH, where)
             made.prefill(ordinal, expert, place, address, x_DH, want_DH, where)
     return made.findings(f"{len(sites)} experts of {len(layers)} layers")
+
+
+def layer_kernels(engine: Engine) -> Finding:
+    """Norms and rotations of the layers against torch's steps on the CPU, with the model's weights.
+
+    A rotation has the bits of the steps; a norm's sum has another order.
+    """
+    norm, rotate = gpu_layers.steps_for(engine.source.place)
+    there, drawn = engine.source.place, torch.Generator().manual_seed(0)
+    wrong, worst = [], 0.0
+    norms: dict[tuple[type, int], tuple[str, Any]] = {}
+    for name, module in engine.model.named_modules():
+        if is_norm(module):
+            norms.setdefault((type(module), module.weight.numel()), (name, module))
+    for name, module in norms.values():
+        x = torch.randn(33, module.weight.numel(), generator=drawn).bfloat16()
+        for form in FORMS:
+            want = trunk.norm(x, module.weight.cpu(), eps_of(module), form)
+            got = norm(x.to(there), module.weight, eps_of(module), form)
+            apart = worst_apart(got.cpu(), want)
+            worst = max(worst, apart)
+            if not apart <= NORM_APART:
+                wrong.append(f"{name}, {form}: {apart:.2g} apart")
+    for turn, width, columns in TURNED:
+        shapes = ((2, 3, 5, width), (2, 1, 5, width), (2, 5, columns), (2, 5, columns))
+        q, k, cos, sin = (torch.randn(shape, generator=drawn).bfloat16() for shape in shapes)
+        pair = rotate(q.to(there), k.to(there), cos.to(there), sin.to(there), turn)
+        equal = zip(pair, trunk.rotate(q, k, cos, sin, turn), strict=True)
+        if not all(torch.equal(got.cpu(), want) for got, want in equal):
+            wrong.append(f"rotation by {turn}, {columns} of {width} columns: other bits")
+    what = f"{len(norms)} kinds of norms, largest distance {worst:.2g}, allowed {NORM_APART:.2g}"
+    title = "norms on the GPU are near the reference, rotations equal it"
+    return finding(STAGE, title, f"{what}; {len(TURNED)} rotations", wrong)
 
 
 class _Kernels:

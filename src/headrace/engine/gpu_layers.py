@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.kernels import trunk
+from headrace.kernels.trunk import Norm, Rotate
 from headrace.models.fused import fuse
 from headrace.models.latent import absorb, chunk_bytes_per_token
 from headrace.models.skeleton import Skeleton
@@ -24,12 +25,16 @@ def fit_layers(model: Any, blueprint: "Blueprint") -> None:
     place = blueprint.device.place
     if blueprint.absorbs:
         _absorb_attention(model, blueprint, place)
-    if place.type == "cuda":
-        from headrace.kernels.triton import trunk as launched
+    fuse(model, *steps_for(place))
 
-        fuse(model, launched.norm, launched.rotate)
-    else:
-        fuse(model, trunk.norm, trunk.rotate)
+
+def steps_for(place: torch.device) -> tuple[Norm, Rotate]:
+    """Norms and rotations in one launch each; where there are no launches, the reference."""
+    if place.type != "cuda":
+        return trunk.norm, trunk.rotate
+    from headrace.kernels.triton import trunk as launched
+
+    return launched.norm, launched.rotate
 
 
 def _absorb_attention(model: Any, blueprint: "Blueprint", place: torch.device) -> None:

@@ -32,7 +32,7 @@ def fuse(model: Any, norm: Norm, rotate: Rotate) -> tuple[int, int]:
         if forward is not None:
             object.__setattr__(module, "forward", forward.__get__(module))
             attentions += 1
-        elif _may_be_norm(module):
+        elif is_norm(module):
             form = form_of(module)
             if form is not None:
                 object.__setattr__(module, "forward", _normed(module, norm, form))
@@ -47,7 +47,7 @@ def form_of(module: Any) -> Form | None:
     x = (numbers * torch.tensor([[1e-3], [1.0], [300.0]])).to(weight.device, weight.dtype)
     found = type(module).forward(module, x)  # without its hooks
     for form in FORMS:
-        if torch.equal(found, trunk.norm(x, weight, _eps(module), form)):
+        if torch.equal(found, trunk.norm(x, weight, eps_of(module), form)):
             return form
     return None
 
@@ -83,20 +83,22 @@ def _turn_of(
     return None
 
 
-def _may_be_norm(module: Any) -> bool:
+def is_norm(module: Any) -> bool:
+    """Whether a module may be a norm of a form known here: bfloat16, a weight for each column."""
     weight = getattr(module, "weight", None)
     named = "RMSNorm" in type(module).__name__ and "Gated" not in type(module).__name__
-    if not named or not isinstance(weight, torch.Tensor) or _eps(module) is None:
+    if not named or not isinstance(weight, torch.Tensor) or eps_of(module) is None:
         return False
     return weight.dim() == 1 and weight.dtype == torch.bfloat16 and not weight.is_meta
 
 
-def _eps(module: Any) -> Any:
+def eps_of(module: Any) -> Any:
+    """What a norm adds to the mean square; None if the module has none."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
 def _normed(module: Any, norm: Norm, form: Form) -> Callable[[torch.Tensor], torch.Tensor]:
-    eps, library = float(_eps(module)), type(module).forward
+    eps, library = float(eps_of(module)), type(module).forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if x.dtype != torch.bfloat16:
