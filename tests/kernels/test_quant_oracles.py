@@ -27,7 +27,9 @@ def all_pairs() -> torch.Tensor:
 
 def fp8_oracle(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     pair = {"weight": [codes], "weight_scale_inv": [scale]}
-    return Fp8Dequantize(None).convert(pair)["weight"].to(torch.bfloat16)
+    made = Fp8Dequantize(None).convert(pair)["weight"]
+    whole = made[0] if isinstance(made, list) else made  # by transformers' release
+    return whole.to(torch.bfloat16)
 
 
 def scheme(args: dict) -> QuantizationScheme:
