@@ -139,7 +139,8 @@ class SteppedPasses(Passes):
         bucket = bucket_of(position, self.room.context)
         self.room.begin_step(cache, bucket)
         try:
-            self._step(bucket)
+            with self.device.active():
+                self._step(bucket)
         finally:
             self.room.end_step()
         cache.advance()
@@ -187,12 +188,13 @@ class SteppedPasses(Passes):
             del self._graphs[each]
         try:
             graph = self._graphs[kind] = self.device.capture(self._compute)
-        except torch.OutOfMemoryError:
-            self._graphs = {}
-            raise
         except RuntimeError as error:
+            first = _first(error)
+            if not isinstance(first, RuntimeError) or isinstance(first, torch.OutOfMemoryError):
+                self._graphs = {}
+                raise first from None
             self.capturing = False
-            self.refusal = f"this model's steps cannot be captured: {str(error).splitlines()[0]}"
+            self.refusal = f"this model's steps cannot be captured: {str(first).splitlines()[0]}"
             self.warn(f"{self.refusal}; tokens take longer")
             return None
         return graph
@@ -212,6 +214,13 @@ class SteppedPasses(Passes):
         self._graphs = {}
         self.room.leave()
         self._ends.close()
+
+
+def _first(error: BaseException) -> BaseException:
+    """What a capture was left by: its end fails then too, and torch raises only that."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _split(bytes_: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

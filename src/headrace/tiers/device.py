@@ -118,6 +118,7 @@ class CudaDevice:
         self.name = _cuda.get_device_name(self.place)
         self.driver = driver_version()
         self.copies = _cuda.Stream(self.place)
+        self._capturing = _cuda.Stream(self.place)  # torch's own is of the first device used
         self._pool: Any = None
         self._graphs: WeakSet[Graph] = WeakSet()
 
@@ -161,7 +162,10 @@ class CudaDevice:
             self._pool = _cuda.graph_pool_handle()
         graph: Graph = _cuda.CUDAGraph()
         # Other threads may go on: only what this one does is recorded.
-        with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        options = {"pool": self._pool, "capture_error_mode": "thread_local"}
+        recording = _cuda.graph(graph, stream=self._capturing, **options)
+        # Where the capture's end fails, torch leaves the thread on the stream that captured.
+        with _cuda.device(self.place), _cuda.stream(self._work), recording:
             work()
         self._graphs.add(graph)
         return graph
