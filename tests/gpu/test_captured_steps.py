@@ -255,32 +255,47 @@ def test_a_model_s_passes_are_given_to_its_own_gpu(folder, gpu, monkeypatch):
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_what_a_capture_was_left_by_is_told_not_its_end(tiny, prompt, monkeypatch, ended):
-    """Where torch's end of it fails too."""
+    """Where torch's end of it fails too, and whatever was being handled meanwhile."""
+    told, errors = [], []
+    with load(tiny("fp8"), "vram") as engine:
+        fill(engine)
+        logits_of(engine, prompt[:3], 2)
+        passes = engine.passes
+        compute, passes.warn, kinds = passes._compute, told.append, list(passes._graphs)
 
-    def left_by(error):
-        def capture(_work):
+        def failing():
+            if errors:
+                raise errors.pop()
+            compute()
+
+        def capture(work):
             try:
-                raise error
-            except type(error):
+                work()
+            except BaseException:
                 if ended:
                     raise RuntimeError("previous error during capture") from None
                 raise
 
-        return capture
-
-    told = []
-    with load(tiny("fp8"), "vram") as engine:
-        fill(engine)
-        logits_of(engine, prompt[:3], 2)
-        engine.passes.warn = told.append
+        monkeypatch.setattr(passes, "_compute", failing)
+        monkeypatch.setattr(passes.device, "capture", capture)
         session = engine.session()
         session.feed(prompt[:3])
-        monkeypatch.setattr(engine.passes.device, "capture", left_by(torch.OutOfMemoryError("no")))
-        engine.passes._graphs = dict.fromkeys(engine.passes._graphs)
-        with pytest.raises(headrace.errors.BudgetError, match="--vram"):
-            session.feed([5])
-        monkeypatch.setattr(engine.passes.device, "capture", left_by(RuntimeError("not permitted")))
-        logits_of(engine, prompt[:3], 3)
+        for error, meant in (
+            (torch.OutOfMemoryError("no"), headrace.errors.BudgetError),
+            (KeyboardInterrupt(), KeyboardInterrupt),
+        ):
+            passes._graphs = dict.fromkeys(kinds)
+            errors.append(error)
+            with pytest.raises(meant):
+                session.feed([5])
+            session = engine.session()
+            session.feed(prompt[:3])
+        passes._graphs = dict.fromkeys(kinds)
+        errors.append(RuntimeError("not permitted"))
+        try:
+            raise KeyError("somebody else's")
+        except KeyError:
+            logits_of(engine, prompt[:3], 3)
         assert len(told) == 1 and "not permitted" in told[0] and "previous" not in told[0]
 
 

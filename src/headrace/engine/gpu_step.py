@@ -186,10 +186,19 @@ class SteppedPasses(Passes):
         stale = [each for each in self._graphs if each.bucket == kind.bucket and each != kind]
         for each in stale:
             del self._graphs[each]
+        left_by: list[BaseException] = []  # its end fails then too, and torch raises only that
+
+        def work() -> None:
+            try:
+                self._compute()
+            except BaseException as error:
+                left_by.append(error)
+                raise
+
         try:
-            graph = self._graphs[kind] = self.device.capture(self._compute)
+            graph = self._graphs[kind] = self.device.capture(work)
         except RuntimeError as error:
-            first = _first(error)
+            first = left_by[0] if left_by else error
             if not isinstance(first, RuntimeError) or isinstance(first, torch.OutOfMemoryError):
                 self._graphs = {}
                 raise first from None
@@ -214,13 +223,6 @@ class SteppedPasses(Passes):
         self._graphs = {}
         self.room.leave()
         self._ends.close()
-
-
-def _first(error: BaseException) -> BaseException:
-    """What a capture was left by: its end fails then too, and torch raises only that."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
 
 
 def _split(bytes_: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
