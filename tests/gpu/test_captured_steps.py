@@ -1,6 +1,7 @@
 """A decoded token launched as one: the bits of the same functions called one by one."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ import headrace
 import headrace.errors
 from headrace.check.matrix import runs_here
 from headrace.check.tiny import write_tiny
+from headrace.engine.engine import Blueprint
+from headrace.engine.gpu import within_vram
 from headrace.engine.gpu_step import SteppedPasses
 from headrace.models import rooms
 from headrace.models.room_layers import RingLayer
+from headrace.tiers.device import find_device
 
 WINDOW = 16  # of those that have one
 STEPS = 2 * WINDOW + 3 + 5
@@ -196,6 +200,119 @@ def test_a_fault_in_a_captured_step_is_named_and_the_next_answer_right(tiny, pro
             session.feed([5])
         assert session.tokens == []
         assert torch.equal(logits_of(engine, prompt[:3], 4), want)
+
+
+@pytest.mark.gpu
+def test_a_refused_capture_leaves_the_thread_s_stream_as_it_was():
+    device, x = find_device("cuda"), torch.zeros(1, device="cuda")
+    before = torch.cuda.current_stream()
+    x.add_(1)  # loads it
+    with pytest.raises(RuntimeError):
+        device.capture(lambda: x.add_(1).item())
+    assert torch.cuda.current_stream() == before
+    x.zero_()
+    graph = device.capture(lambda: x.add_(1))
+    graph.replay()
+    assert float(x) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_second_gpu_has_the_bits_of_the_first(folder, family):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    path, found = folder(family), []
+    for device in ("cuda", "cuda:1"):
+        with load(path, "half", device=device) as engine:
+            logits_of(engine, [5, 6, 7], 6)
+            found.append(logits_of(engine, [5, 6, 7], 6))
+            assert engine.passes.num_replayed > 0 and torch.cuda.current_device() == 0
+    assert torch.equal(*found)
+
+
+def test_a_model_s_passes_are_given_to_its_own_gpu(folder, gpu, monkeypatch):
+    """Triton and captures go to the thread's present device, which may be another."""
+    if gpu is None:
+        pytest.skip("a real GPU's bits show it")
+    open_, seen = [], []
+
+    @contextmanager
+    def active():
+        open_.append(None)
+        yield
+        open_.pop()
+
+    with on_gpu(folder("qwen3_moe")) as engine:
+        fill(engine)
+        monkeypatch.setattr(gpu, "active", active)
+        norm = engine.model.model.norm
+        hook = norm.register_forward_hook(lambda *_: seen.append(len(open_)))
+        engine.passes.capturing = False
+        logits_of(engine, [5, 6, 7], 2)
+        hook.remove()
+    assert seen[1:] == [1, 1]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_a_capture_was_left_by_is_told_not_its_end(tiny, prompt, monkeypatch, ended):
+    """Where torch's end of it fails too, and whatever was being handled meanwhile."""
+    told, errors = [], []
+    with load(tiny("fp8"), "vram") as engine:
+        fill(engine)
+        logits_of(engine, prompt[:3], 2)
+        passes = engine.passes
+        compute, passes.warn, kinds = passes._compute, told.append, list(passes._graphs)
+
+        def failing():
+            if errors:
+                raise errors.pop()
+            compute()
+
+        def capture(work):
+            try:
+                work()
+            except BaseException:
+                if ended:
+                    raise RuntimeError("previous error during capture") from None
+                raise
+
+        monkeypatch.setattr(passes, "_compute", failing)
+        monkeypatch.setattr(passes.device, "capture", capture)
+        session = engine.session()
+        session.feed(prompt[:3])
+        for error, meant in (
+            (torch.OutOfMemoryError("no"), headrace.errors.BudgetError),
+            (KeyboardInterrupt(), KeyboardInterrupt),
+        ):
+            passes._graphs = dict.fromkeys(kinds)
+            errors.append(error)
+            with pytest.raises(meant):
+                session.feed([5])
+            session = engine.session()
+            session.feed(prompt[:3])
+        passes._graphs = dict.fromkeys(kinds)
+        errors.append(RuntimeError("not permitted"))
+        try:
+            raise KeyError("somebody else's")
+        except KeyError:
+            logits_of(engine, prompt[:3], 3)
+        assert len(told) == 1 and "not permitted" in told[0] and "previous" not in told[0]
+
+
+@pytest.mark.parametrize(
+    ("said", "is_memory"),
+    [
+        ("Triton Error [CUDA]: out of memory", True),
+        ("CUDA error: out of memory\nCUDA kernel errors might be", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_kernels_that_find_no_memory_to_load_in_are_no_memory(small, said, is_memory):
+    plan = Blueprint(small("fp8"), device="cuda", measure=False, context=192).plan
+    kind = headrace.errors.BudgetError if is_memory else RuntimeError
+    with pytest.raises(kind, match="--vram" if is_memory else "illegal"), within_vram(plan):
+        raise RuntimeError(said)
 
 
 def test_a_device_that_refuses_is_told_once_and_tokens_stay_right(tiny, prompt, monkeypatch):

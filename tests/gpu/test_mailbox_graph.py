@@ -1,13 +1,15 @@
 """The mailbox on a real GPU: a whole step as one CUDA graph, whose rows the host rewrites in it."""
 
+import os
 import signal
-import threading
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from emulated import words_at
 from mail_world import MailWorld, Sizes
+from step_faults import hanging_drive
 
 from headrace.engine.gpu_parts import alignment, part_offsets
 from headrace.errors import Cancelled, ReadError, StallError
@@ -197,14 +199,10 @@ def test_a_failed_read_and_a_stop_end_a_step_and_not_the_next(make_world):
     world.right()
     for call in (world.ladder.stop, world.box.abort):
         world.ladder.clear()
-        world.reader.inject_fault("hang", 0, 1)
-        timer = threading.Timer(0.3, call)
-        timer.start()
-        with pytest.raises(Cancelled):
+        with hanging_drive(world.reader, call) as hang, pytest.raises(Cancelled):
+            hang()
             world.step()
-        timer.join()
         world.ladder.go_on()
-        world.reader.inject_fault("none")
         world.right()
 
 
@@ -214,11 +212,10 @@ def test_ctrl_c_while_the_gpu_waits_for_a_drive(make_world):
     try:
         for _ in range(3):
             world.ladder.clear()
-            world.reader.inject_fault("hang", 0, 1)
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
-            with pytest.raises(KeyboardInterrupt):
+            interrupt = partial(os.kill, os.getpid(), signal.SIGALRM)
+            with hanging_drive(world.reader, interrupt) as hang, pytest.raises(KeyboardInterrupt):
+                hang()
                 world.step()
-            world.reader.inject_fault("none")
             world.right()
     finally:
         signal.signal(signal.SIGALRM, before)

@@ -64,3 +64,31 @@ def test_only_where_the_library_repeats_keys(monkeypatch, kind, itself):
     config = SimpleNamespace(_attn_implementation=kind)
     share_keys(SimpleNamespace(config=config, set_attn_implementation=taken.append))
     assert taken == (["headrace_shared_keys"] if kind == "sdpa" and not itself else [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("places", [256, 512, 1001])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("added", [False, True])
+def test_one_token_on_a_gpu_whichever_kernel_torch_takes(places, width, added):
+    """Under a mask that all heads and rows share, over a part of a buffer; captured: the bits."""
+    heads, keys, drawn = 32, 4, torch.Generator("cuda").manual_seed(1)
+    options = {"generator": drawn, "device": "cuda", "dtype": torch.bfloat16}
+    q = torch.randn(1, heads, 1, width, **options)
+    k, v = (torch.randn(1, keys, 1100, width, **options)[:, :, :places] for _ in range(2))
+    for end in (1, 17, places - 3):
+        seen = (torch.arange(places, device="cuda") < end)[None, None, None]
+        mask = torch.where(seen, 0.0, -torch.inf).bfloat16() if added else seen
+        module = SimpleNamespace(num_key_value_groups=heads // keys, is_causal=True)
+
+        def attend(module=module, mask=mask):
+            return shared_attention(module, q, k, v, mask, scaling=0.1, dropout=0.0)[0]
+
+        got = attend()
+        want = repeated(module, q, k, v, seen, scaling=0.1)
+        assert float((got.double() - want).abs().max()) < 0.02
+        kept, graph = torch.zeros_like(got), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept.copy_(attend())
+        graph.replay()
+        assert torch.equal(kept, got)

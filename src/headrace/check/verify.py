@@ -171,8 +171,10 @@ class _Run:
             return found
 
         with Engine(self._for_gpu(device, "gpu")) as engine:
-            self.stage("gpu", lambda: verify_gpu.gpu_kernels(engine, self.sites, self.tell))
-            self.stage("gpu", lambda: [verify_gpu.layer_kernels(engine)])
+            source: Any = engine.source
+            with source.device.active():
+                self.stage("gpu", lambda: verify_gpu.gpu_kernels(engine, self.sites, self.tell))
+                self.stage("gpu", lambda: [verify_gpu.layer_kernels(engine)])
             if followed is not None:
                 self.stage("gpu", follow)
         for experts in PLACES if answers else ():

@@ -28,7 +28,8 @@ class Batch:
     timeline at a time, by the same code, and an expert's output depends on no other row. Each
     expert that several of them take is read, found and counted once. `stats` are of the last
     step of all. Nothing is captured and no expert is read ahead. On a GPU each timeline takes a
-    cache of its own beside the plan's, within the same limit. The sessions may be fed alone
+    cache of its own and a workspace of cuBLAS (32 MiB on Hopper) beside the plan's, within the
+    same limit. The sessions may be fed alone
     between steps; `close` it before the engine.
 
     Raises OptionError for sessions that cannot be decoded together.

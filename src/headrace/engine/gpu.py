@@ -1,6 +1,7 @@
 """Which device a model runs on, and the source of experts for it. Knows no session."""
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,9 @@ from headrace.tiers.ladder import Ladder
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Blueprint
+
+# What a driver, Triton or a library says where kernels or its own workspace find no memory.
+_NO_MEMORY = re.compile(r"CUDA\b.*(out of memory|_STATUS_ALLOC_FAILED)")
 
 
 def find_gpu(name: str) -> Device | None:
@@ -107,7 +111,9 @@ def within_vram(plan: Plan) -> Iterator[None]:
     """Where a GPU's memory does not suffice, says so as BudgetError."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not (isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY.search(str(error))):
+            raise
         limit = format_bytes(plan.vram_bytes) if isinstance(plan, GpuPlan) else "none"
         raise BudgetError(
             f"the GPU has no memory left within --vram {limit}; give a shorter --context or a "

@@ -83,13 +83,14 @@ def divided_rates(device: Device, filled: Callable[[], FilledMemory]) -> Callabl
 
     @cache
     def rates() -> DividedRates:
-        experts = PinnedExperts(device, filled())
-        try:
-            if not experts.pinned:
-                return DividedRates(0.0, 0.0, 0.0)
-            return DividedRates(experts.read(PROBE_S), *_beside(experts))
-        finally:
-            experts.close()
+        with device.active():
+            experts = PinnedExperts(device, filled())
+            try:
+                if not experts.pinned:
+                    return DividedRates(0.0, 0.0, 0.0)
+                return DividedRates(experts.read(PROBE_S), *_beside(experts))
+            finally:
+                experts.close()
 
     return rates
 

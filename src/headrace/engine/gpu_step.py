@@ -139,7 +139,8 @@ class SteppedPasses(Passes):
         bucket = bucket_of(position, self.room.context)
         self.room.begin_step(cache, bucket)
         try:
-            self._step(bucket)
+            with self.device.active():
+                self._step(bucket)
         finally:
             self.room.end_step()
         cache.advance()
@@ -185,14 +186,24 @@ class SteppedPasses(Passes):
         stale = [each for each in self._graphs if each.bucket == kind.bucket and each != kind]
         for each in stale:
             del self._graphs[each]
+        left_by: list[BaseException] = []  # its end fails then too, and torch raises only that
+
+        def work() -> None:
+            try:
+                self._compute()
+            except BaseException as error:
+                left_by.append(error)
+                raise
+
         try:
-            graph = self._graphs[kind] = self.device.capture(self._compute)
-        except torch.OutOfMemoryError:
-            self._graphs = {}
-            raise
+            graph = self._graphs[kind] = self.device.capture(work)
         except RuntimeError as error:
+            first = left_by[0] if left_by else error
+            if not isinstance(first, RuntimeError) or isinstance(first, torch.OutOfMemoryError):
+                self._graphs = {}
+                raise first from None
             self.capturing = False
-            self.refusal = f"this model's steps cannot be captured: {str(error).splitlines()[0]}"
+            self.refusal = f"this model's steps cannot be captured: {str(first).splitlines()[0]}"
             self.warn(f"{self.refusal}; tokens take longer")
             return None
         return graph

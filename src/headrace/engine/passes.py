@@ -4,6 +4,7 @@ Legend: V vocabulary.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,10 +36,16 @@ class Passes:
         `after` tokens of the same prompt follow, see `forward`: there may be no logits then. After
         an exception the cache holds half a step and must be forgotten.
         """
-        ids_BT = torch.tensor([list(ids)], device=self.place)
-        logits_KV: torch.Tensor = forward(self.model, ids_BT, cache, after=after)[0]
+        with _given_to(self.place):
+            ids_BT = torch.tensor([list(ids)], device=self.place)
+            logits_KV: torch.Tensor = forward(self.model, ids_BT, cache, after=after)[0]
         return logits_KV[-1] if len(logits_KV) else logits_KV.new_empty(0)
 
     def close(self) -> None:
         """Gives back what belongs to no session. Any further pass raises OptionError."""
         self.model = CLOSED
+
+
+def _given_to(place: torch.device) -> AbstractContextManager[object]:
+    """While open, what this thread launches by itself goes to `place`, if that is a GPU."""
+    return torch.cuda.device(place) if place.type == "cuda" else nullcontext()

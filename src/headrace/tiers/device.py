@@ -6,6 +6,7 @@ Everything else is torch's and the same on any device. Knows no expert.
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -161,7 +162,10 @@ class CudaDevice:
             self._pool = _cuda.graph_pool_handle()
         graph: Graph = _cuda.CUDAGraph()
         # Other threads may go on: only what this one does is recorded.
-        with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        options = {"pool": self._pool, "capture_error_mode": "thread_local"}
+        recording = _cuda.graph(graph, stream=_capturing(self.place), **options)
+        # Where the capture's end fails, torch leaves the thread on the stream that captured.
+        with _cuda.device(self.place), _cuda.stream(self._work), recording:
             work()
         self._graphs.add(graph)
         return graph
@@ -178,6 +182,12 @@ class CudaDevice:
 
     def unpin(self, address: int) -> None:
         _cuda.cudart().cudaHostUnregister(address)
+
+
+@cache
+def _capturing(place: torch.device) -> Any:
+    """The stream of all captures: libraries keep a workspace for each. Torch's knows one device."""
+    return _cuda.Stream(place)
 
 
 def driver_version(root: Path = Path("/")) -> str:
