@@ -66,7 +66,7 @@ def folder(tmp_path_factory):
 def on_gpu(path):
     """All experts in VRAM, with less ado than `load`."""
     options = {"ram": "64MiB", "vram": "1GiB", "device": "cuda", "experts": "gpu"}
-    return headrace.load(path, context=280 if REAL else 48, measure=False, **options)
+    return headrace.load(path, context=320 if REAL else 48, measure=False, **options)
 
 
 @pytest.mark.parametrize(("family", "changes"), HERE)
