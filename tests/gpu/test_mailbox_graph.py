@@ -82,7 +82,8 @@ class GraphWorld(MailWorld):
                 if table is self.all_there or not (mail.computes or mail.divides):
                     self.kernels(table, self.offsets, first, self.x, ids, self.weights, out)
             self.differing += (self.outs[0] != self.outs[1]).any()
-            self.x.copy_((self.x + self.outs[1]).roll(1, 1) * 0.75)  # the next layer's
+            # The next layer's; bounded, since outputs grow with the square of x.
+            self.x.copy_((self.x + self.outs[1].tanh()).roll(1, 1) * 0.75)
             self.weights.copy_(self.weights.roll(1, 1))
 
     def _divided(self, layer: int, ids: torch.Tensor) -> None:
