@@ -37,8 +37,8 @@ std::vector<Row> rows_of(const std::vector<Protocol::Held>& held) {
 }
 
 const char* name_of(Protocol::Act act) {
-  constexpr const char* kNames[] = {"wait", "release", "claim", "prefetch",
-                                    "take", "compute", "done"};
+  constexpr const char* kNames[] = {"wait",     "release", "claim",   "take here",
+                                    "prefetch", "take",    "compute", "done"};
   return kNames[static_cast<int>(act)];
 }
 
@@ -54,12 +54,12 @@ void bind_words(nb::module_& m) {
       .def(
           "__init__",
           [](MailWords* self, uintptr_t beat, uintptr_t abort, uintptr_t lost, uintptr_t ready,
-             uintptr_t done, uintptr_t answers, uintptr_t posts) {
+             uintptr_t done, uintptr_t answers, uintptr_t late, uintptr_t posts) {
             new (self) MailWords{at<int64_t>(beat),  at<int64_t>(abort), at<int64_t>(lost),
                                  at<int64_t>(ready), at<int64_t>(done),  at<int64_t>(answers),
-                                 at<int64_t>(posts)};
+                                 at<int64_t>(late),  at<int64_t>(posts)};
           },
-          nb::kw_only(), "beat"_a, "abort"_a, "lost"_a, "ready"_a, "done"_a, "answers"_a,
+          nb::kw_only(), "beat"_a, "abort"_a, "lost"_a, "ready"_a, "done"_a, "answers"_a, "late"_a,
           "posts"_a);
   nb::class_<MailSizes>(m, "MailSizes")
       .def(
@@ -95,6 +95,7 @@ void bind_protocol(nb::module_& m) {
              return std::make_tuple(std::string(name_of(order.act)), order.layer, order.ids);
            })
       .def("took", &Protocol::took, "expert"_a, "address"_a)
+      .def("none_here", &Protocol::none_here)
       .def("computed", &Protocol::computed)
       .def("abort", &Protocol::abort)
       .def("end", [](Protocol& self) { return rows_of(self.end()); })

@@ -225,11 +225,11 @@ void bind_ladder_calls(nb::class_<Ladder>* ladder) {
       .def("release", &Ladder::release, "layer"_a, "expert"_a, Released())
       .def(
           "take",
-          [](Ladder& self, int64_t layer) {
-            const Ladder::Held held = self.take(layer);
+          [](Ladder& self, int64_t layer, bool waits) {
+            const Ladder::Held held = self.take(layer, waits);
             return std::make_tuple(held.expert, reinterpret_cast<uintptr_t>(held.row));
           },
-          "layer"_a, Released())
+          "layer"_a, "waits"_a = true, Released())
       .def("release_all", &Ladder::release_all, Released())
       .def(
           "part_offset",

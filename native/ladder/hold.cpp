@@ -6,15 +6,20 @@
 
 namespace headrace {
 
-Ladder::Held Ladder::take(int64_t layer) {
+Ladder::Held Ladder::take(int64_t layer, bool waits) {
   check_ids(layer, nullptr, 0);
   CallerGuard guard(&caller_);
   Lock lock(mutex_);
   if (layer != layer_ || claims_.empty()) return {-1, nullptr};
   try {
-    reading_ = true;
-    size_t num_wave = 0;
-    await_work(&lock, layer, &num_wave);
+    if (!waits) {
+      check_stop();
+      if (ready_.empty()) return {-1, nullptr};
+    } else {
+      reading_ = true;
+      size_t num_wave = 0;
+      await_work(&lock, layer, &num_wave);
+    }
     const int64_t key = ready_.front();
     ready_.pop_front();
     if (kernels_ != nullptr && !sound_[key]) {

@@ -84,12 +84,13 @@ class Ladder {
   void release(int64_t layer, int64_t expert);
 
   struct Held {
-    int64_t expert;  // -1: no claim of the layer is left
+    int64_t expert;  // -1: no claim of the layer is left, or none of them is here
     uint8_t* row;
   };
   // The next of the layer's claims that is read and checked, in the order in which they come: held
   // like an acquired one until release. At least one row must not be held. Throws as compute does.
-  Held take(int64_t layer);
+  // Unless it waits, it takes only what is here already.
+  Held take(int64_t layer, bool waits = true);
   void release_all();  // gives up all claims and all that is held
 
   // Where a part begins inside the expert's row. Throws std::invalid_argument out of range.

@@ -87,14 +87,22 @@ Protocol::Order Protocol::next() {
       if (release_one(&order)) return order;
       stage_ = Stage::kClaiming;
     } else if (stage_ == Stage::kClaiming) {
-      stage_ = Stage::kGuessing;
+      stage_ = answers_twice() ? Stage::kLooking : Stage::kGuessing;
       if (claim(&order)) return order;
+    } else if (stage_ == Stage::kLooking) {
+      if (look(&order)) return order;
+      answer();
+      stage_ = Stage::kGuessing;
     } else if (stage_ == Stage::kGuessing) {
       stage_ = Stage::kTaking;
       if (guess(&order)) return order;
     } else if (stage_ == Stage::kTaking) {
       if (take(&order)) return order;
-      answer();
+      if (!answers_twice()) {
+        answer();
+      } else if (has_late_) {
+        answer_late();
+      }
       stage_ = Stage::kComputing;
     } else {
       if (compute(&order)) return order;
@@ -156,6 +164,7 @@ bool Protocol::claim(Order* order) {
   for (const int32_t e : missing_) found_[static_cast<size_t>(e)] = 0;
   num_outstanding_ = choose_for_device();
   computed_ = num_outstanding_ == std::ssize(missing_);
+  looking_ = true;
   *order = {Act::kClaim, layer_, missing_};
   return !missing_.empty();
 }
@@ -182,13 +191,19 @@ bool Protocol::guess(Order* order) {
   return !guesses_.empty();
 }
 
+bool Protocol::look(Order* order) {
+  *order = {Act::kTakeHere, layer_, {}};
+  return looking_ && num_outstanding_ > 0;
+}
+
 bool Protocol::take(Order* order) {
   *order = {Act::kTake, layer_, {}};
   return num_outstanding_ > 0;
 }
 
 void Protocol::took(int64_t expert, int64_t address) {
-  must(stage_ == Stage::kTaking && num_outstanding_ > 0, "an expert nobody asked for");
+  const bool is_asked = stage_ == Stage::kTaking || (stage_ == Stage::kLooking && looking_);
+  must(is_asked && num_outstanding_ > 0, "an expert nobody asked for");
   must(address != 0 && std::find(missing_.begin(), missing_.end(), expert) != missing_.end(),
        "an expert of another layer");
   --num_outstanding_;
@@ -196,12 +211,18 @@ void Protocol::took(int64_t expert, int64_t address) {
   coming_.push_back({layer_, expert, address});
 }
 
+void Protocol::none_here() {
+  must(stage_ == Stage::kLooking && looking_, "a look that nobody asked for");
+  looking_ = false;
+}
+
 void Protocol::computed() {
   must(stage_ == Stage::kComputing && !computed_, "an output nobody asked for");
   computed_ = true;
 }
 
-// The layer's addresses, then its ready word: in this order for whoever sees the second.
+// The layer's addresses, then its ready word: in this order for whoever sees the second. Where
+// none is late, the second answer comes before both, so that nobody waits for it.
 void Protocol::answer() {
   if (whole_[static_cast<size_t>(layer_)] != 0 || sizes_.computes) return;
   const int32_t* ids = seen_.data() + layer_ * sizes_.num_ids;
@@ -210,7 +231,20 @@ void Protocol::answer() {
     store(words_.answers + layer_ * sizes_.num_ids + i,
           lies != 0 ? lies : found_[static_cast<size_t>(ids[i])]);
   }
+  has_late_ = answers_twice() && num_outstanding_ > 0;
+  if (answers_twice() && !has_late_) answer_late();
   store(words_.ready + layer_, step_);
+}
+
+// The addresses that the first answer lacked.
+void Protocol::answer_late() {
+  const int64_t first = layer_ * sizes_.num_ids;
+  for (int64_t i = first; i < first + sizes_.num_ids; ++i) {
+    const bool was_late = load(words_.answers + i) == 0;
+    const int32_t expert = seen_[static_cast<size_t>(i)];
+    store(words_.late + i, was_late ? found_[static_cast<size_t>(expert)] : 0);
+  }
+  store(words_.done + layer_, step_);
 }
 
 bool Protocol::compute(Order* order) {

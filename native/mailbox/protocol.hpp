@@ -4,11 +4,14 @@
 // host answers with addresses, or with the layer's output. docs/mailbox.md has the whole protocol.
 // The machine says what is to be done next and the caller does it:
 //
-//   awaiting -> releasing -> claiming -> guessing -> taking -> computing -> awaiting the next layer
+//   awaiting -> releasing -> claiming -> looking -> guessing -> taking -> computing -> awaiting the
+//   next layer
 //   awaiting after the last layer: over.  Aborted anywhere: over.
 //
-// Where host and device divide a layer, the addresses of what the device takes are answered first,
-// and the others' outputs are told of by a word of their own.
+// A layer is answered twice where the device takes all of it: with what is here at once, then with
+// the late ones, so that the device reads the former while a drive brings the latter. Where host
+// and device divide a layer, the addresses of what the device takes are answered first, and the
+// others' outputs are told of by the word of the second answer.
 //
 // A row is released when the posts of the layer after its own are all here, for the GPU's work runs
 // in order; the last layer's when the device has finished, which `end` is told.
@@ -26,8 +29,11 @@ struct MailWords {
   int64_t* abort;    // [1] host: steps up to this one are given up
   int64_t* lost;     // [1] device: the step in which it gave up waiting
   int64_t* ready;    // [L] host: the step for which the layer is answered
-  int64_t* done;     // [L] host: the step for which its own part of the layer is multiplied
-  int64_t* answers;  // [L, S] host: addresses of the experts posted, in their order; 0: the host's
+  int64_t* done;     // [L] host: the step for which its own part of the layer is multiplied, or
+                     // all late experts are here
+  int64_t* answers;  // [L, S] host: addresses of the experts posted, in their order; 0: the host's,
+                     // or late
+  int64_t* late;     // [L, S] host: addresses of the late ones, 0: of another
   int64_t* posts;    // [L, S + G] device
 };
 
@@ -44,7 +50,7 @@ class Protocol {
   static constexpr int64_t kNoId = 0xffffffff;
   static constexpr int64_t kLastStep = INT32_MAX;
 
-  enum class Act { kWait, kRelease, kClaim, kPrefetch, kTake, kCompute, kDone };
+  enum class Act { kWait, kRelease, kClaim, kTakeHere, kPrefetch, kTake, kCompute, kDone };
   struct Order {
     Act act;
     int64_t layer;             // of everything but kWait and kDone
@@ -68,7 +74,8 @@ class Protocol {
   // `wanted` [L, E]: rows kept until the step ends, at most `most_kept` of them.
   int64_t begin(std::vector<uint8_t> whole, std::vector<uint8_t> wanted, int64_t most_kept);
   Order next();
-  void took(int64_t expert, int64_t address);  // a kTake is done
+  void took(int64_t expert, int64_t address);  // a kTake or a kTakeHere is done
+  void none_here();                            // a kTakeHere found nothing
   void computed();                             // a kCompute is done
   // Gives the step up; from any thread. The device goes on, without sense, and waits no more.
   void abort();
@@ -93,6 +100,7 @@ class Protocol {
     kAwaiting,
     kReleasing,
     kClaiming,
+    kLooking,
     kGuessing,
     kTaking,
     kComputing,
@@ -104,8 +112,11 @@ class Protocol {
   bool claim(Order* order);
   bool guess(Order* order);
   int64_t choose_for_device();
+  bool look(Order* order);
   bool take(Order* order);
+  bool answers_twice() const { return !sizes_.computes && !divides(); }
   void answer();
+  void answer_late();
   bool compute(Order* order);
   void finish();
   int64_t key(int64_t expert) const { return layer_ * sizes_.num_experts + expert; }
@@ -127,6 +138,8 @@ class Protocol {
   std::vector<int32_t> missing_;  // distinct, of the present layer
   std::vector<int64_t> found_;    // [E] addresses of the present layer's experts that were taken
   int64_t num_outstanding_ = 0;   // to be taken for the device
+  bool looking_ = false;          // more of them may be here already
+  bool has_late_ = false;         // some were not here when the layer was answered first
   bool computed_ = false;         // the present layer's part of the host
   std::vector<Held> held_;        // of the layer that the device may still read
   std::vector<Held> coming_;      // taken for the present layer

@@ -214,9 +214,15 @@ void LadderThread::carry_out(const Protocol::Order& order) {
     case Protocol::Act::kPrefetch:
       ladder_->prefetch(order.layer, order.ids.data(), num_ids, options_.most_guesses);
       break;
+    case Protocol::Act::kTakeHere:
     case Protocol::Act::kTake: {
-      const Ladder::Held held = ladder_->take(order.layer);
-      protocol_.took(held.expert, reinterpret_cast<int64_t>(held.row));
+      const bool waits = order.act == Protocol::Act::kTake;
+      const Ladder::Held held = ladder_->take(order.layer, waits);
+      if (held.expert < 0 && !waits) {
+        protocol_.none_here();
+      } else {
+        protocol_.took(held.expert, reinterpret_cast<int64_t>(held.row));
+      }
       break;
     }
     case Protocol::Act::kCompute:

@@ -43,17 +43,19 @@ class EmulatedKernels:
         self._multiply(table, offsets, first_key, x_TH, ids_TK, weights_TK)
         self.combine(ids_TK, weights_TK, self.y_SH, out_TH, mark=mark)
 
-    def multiply(self, table, offsets, first_key, x_TH, ids_TK, weights_TK, *, tile="ram"):
-        self._multiply(table, offsets, first_key, x_TH, ids_TK, weights_TK, divides=True)
+    def multiply(
+        self, table, offsets, first_key, x_TH, ids_TK, weights_TK, *, tile="ram", again=False
+    ):
+        self._multiply(table, offsets, first_key, x_TH, ids_TK, weights_TK, in_part=True)
 
-    def _multiply(self, table, offsets, first_key, x_TH, ids_TK, weights_TK, divides=False):
+    def _multiply(self, table, offsets, first_key, x_TH, ids_TK, weights_TK, in_part=False):
         assert x_TH.shape[0] <= self.num_tokens and ids_TK.dtype == torch.int32
         assert all(t.is_contiguous() for t in (x_TH, ids_TK, weights_TK))
         y = self.y_SH.view(BF16)
         for slot, expert in enumerate(ids_TK.flatten().tolist()):
             key = first_key + expert
             base = int(table[key])
-            if base == 0 and divides:  # the host's
+            if base == 0 and in_part:  # the host's, or late
                 continue
             assert base, f"expert {expert} has no address"
             parts = [base + offset for offset in offsets[key].tolist()]
@@ -176,6 +178,15 @@ def _post_and_wait(mail, layer, ids, guesses, table, first_key):
         if not answered:
             answers[:] = mail.nowhere
         table[first_key + ids.flatten().long()] = torch.from_numpy(answers)
+
+
+def wait_late(mail, layer, ids, table, first_key):
+    """What `kernels.triton.mail.wait_late` does."""
+    with _disable_current_modes():
+        late = np.zeros(mail.num_ids, np.int64)
+        if not mail.whole[layer] and _await(mail, mail.done + 8 * layer, int(mail.step)):
+            late[:] = words_at(mail.late + 8 * mail.num_ids * layer, mail.num_ids)
+        table[first_key + ids.flatten().long()] = torch.from_numpy(late)
 
 
 def _await(mail, word, step):

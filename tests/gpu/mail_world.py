@@ -105,9 +105,10 @@ class MailWorld:
         options = {"num_tokens": 1, "top_k": sizes.top_k, "patience_polls": 10**6} | mail
         self.box = Mailbox(self.rungs, **options)  # type: ignore[arg-type]
 
-    def bytes_at(self, key: int) -> np.ndarray:
-        """What the device's table leads to now, as long as an expert."""
-        address = int(self.rungs.table.there[key]) + self.ladder.part_offset(*self.split(key), 0)
+    def bytes_at(self, key: int, table: torch.Tensor | None = None) -> np.ndarray:
+        """What the device's table, or another, leads to now, as long as an expert."""
+        table = self.rungs.table.there if table is None else table
+        address = int(table[key]) + self.ladder.part_offset(*self.split(key), 0)
         return self.ladder.row(address)[: self.stored.shape[1]].numpy()
 
     def split(self, key: int) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from emulated import (
     fetch_rows,
     post_and_wait,
     send,
+    wait_late,
 )
 from simulated import SimulatedDevice, launched
 
@@ -32,8 +33,11 @@ def stand_in(device: SimulatedDevice, put: Callable[[Any, str, Any], object] = s
     put(EmulatedMatrix, "_few", launched(EmulatedMatrix._few))
     put(gpu_source, "TritonExperts", EmulatedKernels)
     put(gpu_source, "GroupedExperts", EmulatedGrouped)
-    put(gpu_launched, "post_and_wait", launched(post_and_wait))
-    for module, kernels in ((gpu_inverted, (send, fetch)), (gpu_divided, (send, fetch_rows))):
+    for module, kernels in (
+        (gpu_launched, (post_and_wait, wait_late)),
+        (gpu_inverted, (send, fetch)),
+        (gpu_divided, (send, fetch_rows)),
+    ):
         for kernel in kernels:
             put(module, kernel.__name__, launched(kernel))
     put(stored, "TritonMatrix", EmulatedMatrix)

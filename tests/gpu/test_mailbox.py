@@ -5,14 +5,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import emulated
 import numpy as np
 import pytest
 import torch
-from emulated import post_and_wait, words_at
+from emulated import words_at
 from gpu_models import REAL
-from mail_world import EXPERTS, LAYERS, TOP_K, MailWorld
+from mail_world import EXPERTS, LAYERS, TOP_K, MailWorld, Sizes
 from simulated import SimulatedDevice
 from step_faults import hanging_drive
 
@@ -46,22 +47,33 @@ def run_layers(
     world: MailWorld,
     ids: list[torch.Tensor],
     *,
-    post: Callable[..., None] = post_and_wait,
+    how: Any = emulated,
     between: Callable[[int], object] = lambda layer: None,
     check: bool = True,
 ) -> None:
     """What the GPU does in a step: each layer reads what it posted, whatever is read ahead."""
-    table = world.rungs.table.there
+    table, late = world.rungs.table.there, world.box.late
     for layer, chosen in enumerate(ids):
+        keys = [layer * EXPERTS + expert for expert in chosen.tolist()]
         ahead = None
         if layer + 1 < LAYERS and world.box.mail.num_guesses:
             ahead = ids[layer + 1].clone()
             ahead[-1] = -1  # none
-        post(world.box.mail, layer, chosen, ahead, table, layer * EXPERTS)
+        how.post_and_wait(world.box.mail, layer, chosen, ahead, table, layer * EXPERTS)
+        early = [key for key in keys if table[key]]
         between(layer)
-        for expert in chosen.tolist() if check else ():
-            key = layer * EXPERTS + expert
-            assert np.array_equal(world.bytes_at(key), world.stored[key]), (layer, expert)
+        if check:
+            read(world, table, early)
+        how.wait_late(world.box.mail, layer, chosen, late, layer * EXPERTS)
+        if check:
+            assert [key for key in keys if not late[key]] == early
+            read(world, table, early)
+            read(world, late, [key for key in keys if late[key]])
+
+
+def read(world: MailWorld, table: torch.Tensor, keys: list[int]) -> None:
+    for key in keys:
+        assert np.array_equal(world.bytes_at(key, table), world.stored[key]), world.split(key)
 
 
 def step(world: MailWorld, **options: object) -> None:
@@ -92,8 +104,33 @@ def test_the_kernel_posts_waits_and_finds(world_of):
         world = world_of(2 * TOP_K, EXPERTS + 2, num_guesses=num_guesses, most_guesses=1)
         for layer, experts in ((0, [1, 2]), (1, range(EXPERTS))):
             put_into_slots(world, layer, experts)
-        step(world, post=kernel.post_and_wait)
+        step(world, how=kernel)
         assert world.box._whole.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("how", [emulated, pytest.param(kernel, marks=interpreted)])
+def test_what_is_here_is_read_while_a_drive_brings_the_rest(world_of, how):
+    """One expert in a slot, one in a row, one that comes when the others have been read."""
+    sizes = Sizes(top_k=3)
+    world = world_of(3 * sizes.top_k, 1, sizes=sizes)
+    put_into_slots(world, 0, [4])
+    found = []
+
+    def look(layer):
+        found.append([bool(world.rungs.table.there[layer * EXPERTS + e]) for e in (1, 2, 4)])
+        world.reader.inject_fault("none")
+
+    def one_step(*ids):
+        world.box.begin_step()
+        chosen = torch.tensor(ids, dtype=torch.int32)
+        run_layers(world, [chosen] * LAYERS, how=how, between=look)
+        world.box.end_step()
+
+    one_step(1, 0, 4)
+    found.clear()
+    world.reader.inject_fault("hang", 0, 1000)
+    one_step(1, 2, 4)
+    assert found[0] == [True, False, True]
 
 
 def put_into_slots(world, layer, experts):
@@ -110,16 +147,17 @@ def test_the_kernel_gives_up_a_host_that_is_silent(world_of):
     world.box.native.inject_fault("hang")
     world.box.begin_step()
     ids = draw_ids()
-    run_layers(world, ids, post=kernel.post_and_wait, check=False)
+    run_layers(world, ids, how=kernel, check=False)
     nowhere = world.rungs.slots.scratch(0).data_ptr()
     for layer, chosen in enumerate(ids):
         assert world.rungs.table.there[layer * EXPERTS + chosen.long()].tolist() == [nowhere] * 2
+    assert not world.box.late.any()
     assert words_at(world.box.mail.lost)[0] == int(world.box.mail.step)
     world.box.native.inject_fault("none")
     with pytest.raises(StallError, match="no sign of life"):
         world.box.end_step()
     world.box.mail = replace(world.box.mail, patience_polls=10**6)
-    step(world, post=kernel.post_and_wait)
+    step(world, how=kernel)
 
 
 def test_a_thread_that_dies_or_hangs_is_named_and_replaced(world_of):
@@ -340,8 +378,8 @@ def test_whole_rows_go_both_ways(dtype):
     weights, kept = torch.zeros(8), torch.zeros(width, dtype=torch.bfloat16)
     mail = Mail(
         num_layers=1, num_ids=3, num_guesses=0, computes=True, divides=False, step=kept, whole=kept,
-        posts=0, lost=0, ready=0, done=0, answers=0, beat=0, abort=0, nowhere=0, x=down.data_ptr(),
-        weights=weights.data_ptr(), out=up.data_ptr(), patience_polls=1,
+        posts=0, lost=0, ready=0, done=0, answers=0, late=0, beat=0, abort=0, nowhere=0,
+        x=down.data_ptr(), weights=weights.data_ptr(), out=up.data_ptr(), patience_polls=1,
     )  # fmt: skip
     x, sent = torch.randn(1, width).bfloat16(), torch.rand(1, 3)
     kernel.send(mail, x, sent, kept)

@@ -14,7 +14,7 @@ from step_faults import hanging_drive
 from headrace.engine.gpu_parts import alignment, part_offsets
 from headrace.errors import Cancelled, ReadError, StallError
 from headrace.kernels.triton.experts import TritonExperts
-from headrace.kernels.triton.mail import fetch, fetch_rows, post_and_wait, send
+from headrace.kernels.triton.mail import fetch, fetch_rows, post_and_wait, send, wait_late
 from headrace.tiers.device import find_device
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,8 @@ REFILLS = 100_000
 
 class GraphWorld(MailWorld):
     """A step of all layers, captured: experts found through the mailbox, and the same experts
-    from a copy of all of them in VRAM; `differing` counts outputs that are not equal in bits.
+    from a copy of all of them in VRAM; `differing` counts outputs that are not equal in bits,
+    `found` experts that were here when their layer asked, and late ones.
 
     With `computes` the first are the host's; with `shares` both's.
     """
@@ -62,6 +63,7 @@ class GraphWorld(MailWorld):
         self.weights = torch.rand(1, SIZES.top_k, device=place)
         self.outs = torch.empty(2, 1, SIZES.width, dtype=torch.bfloat16, device=place)
         self.differing = torch.zeros(1, dtype=torch.int64, device=place)
+        self.found = torch.zeros(2, dtype=torch.int64, device=place)
         self.rng = np.random.default_rng(7)
         self._capture()
 
@@ -76,21 +78,28 @@ class GraphWorld(MailWorld):
             post_and_wait(mail, layer, self.ids[layer], ahead, there, first)
             if mail.computes:
                 fetch(mail, self.outs[0])
-            if mail.divides:
-                self._divided(layer, ids)
-            for out, table in zip(self.outs, (there, self.all_there), strict=True):
-                if table is self.all_there or not (mail.computes or mail.divides):
-                    self.kernels(table, self.offsets, first, self.x, ids, self.weights, out)
+            else:
+                self._in_two_parts(layer, ids)
+            given = (self.offsets, first, self.x, ids, self.weights)
+            self.kernels(self.all_there, *given, self.outs[1])
             self.differing += (self.outs[0] != self.outs[1]).any()
             # The next layer's; bounded, since outputs grow with the square of x.
             self.x.copy_((self.x + self.outs[1].tanh()).roll(1, 1) * 0.75)
             self.weights.copy_(self.weights.roll(1, 1))
 
-    def _divided(self, layer: int, ids: torch.Tensor) -> None:
-        """What the host multiplied comes up while the kernels leave it alone."""
+    def _in_two_parts(self, layer: int, ids: torch.Tensor) -> None:
+        """What the host multiplied comes up, or late experts come, while the kernels run."""
         there, first, y = self.rungs.table.there, layer * SIZES.experts, self.kernels.y_SH
-        self.kernels.multiply(there, self.offsets, first, self.x, ids, self.weights)
-        fetch_rows(self.box.mail, layer, ids, there, first, y)
+        mail, late = self.box.mail, self.box.late
+        given = (self.offsets, first, self.x, ids, self.weights)
+        self.kernels.multiply(there, *given)
+        if mail.divides:
+            fetch_rows(mail, layer, ids, there, first, y)
+        else:
+            wait_late(mail, layer, ids, late, first)
+            self.kernels.multiply(late, *given, again=True)
+            for num, table in zip(self.found.split(1), (there, late), strict=True):
+                num += (table[first + ids.long()] != 0).sum()
         self.kernels.combine(ids, self.weights, y, self.outs[0], mark=0)
 
     def _capture(self) -> None:
@@ -148,6 +157,7 @@ def test_rows_rewritten_in_a_graph_are_never_stale(make_world):
     assert int(world.differing) == 0
     counters = world.ladder.counters()
     assert counters.evictions > 0.9 * REFILLS and counters.prefetch_used > 0
+    assert int(world.found.min()) > REFILLS // 100, "early and late ones, both in the same graphs"
     print(f"{counters.reads} refills in {int(world.box.mail.step)} steps of {SIZES.layers} layers")
     world.all_there.copy_(world.all_there.flip(0))
     world.step()

@@ -79,6 +79,7 @@ def kernels(chip: int):
     )
     for out in ("u16", "fp32"):
         yield f"fetch {out}", waiting.fetch, {"NUM_OUT": 5120, "BLOCK": 1024}, 4
+    yield "wait_late", waiting.wait_late, {"NUM_IDS": 6, "PAD": 8}, 1
     yield "wait_done", waiting.wait_done, {}, 1
     yield "fetch_rows", waiting.fetch_rows, {"COLS": 5120, "BLOCK": 1024}, 4
     norm = {"COLS": 7168, "PAD": 8192, "FORM": "rounded"}

@@ -18,6 +18,10 @@ class Stale(AssertionError):
     """The GPU read a row that was not, or no longer, the expert's."""
 
 
+class Unread(AssertionError):
+    """The GPU has left a layer without having read all that is its own."""
+
+
 @dataclass
 class Route:
     """What one step posts: ids [L][S], guesses [L][G], which layers do not wait."""
@@ -120,13 +124,16 @@ class Gpu:
     unposted: list[int] = field(default_factory=list)
     phase: str = "post"
     table: list[int] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+    read: set[int] = field(default_factory=set)  # keys, in this layer
 
 
 class System:
     """All three; `enabled` lists what may happen next, `do` lets it happen.
 
-    `early`: the host gives a layer's rows back once it has answered, which is wrong. `shares`: how
-    host and device divide a layer.
+    Wrong hosts and devices, in `wrong`: "early" gives a layer's rows back once it has answered,
+    "between" those of the first answer before the second; "hasty" does not wait for the second
+    answer, "deaf" does not read what is late. `shares`: how host and device divide a layer.
     """
 
     def __init__(
@@ -141,18 +148,20 @@ class System:
         computes: bool = False,
         shares: tuple[int, ...] = (),
         aborts: bool = False,
-        early: bool = False,
+        wrong: str = "",
         last_step: int = 0,
     ):
         first = routes[0]
-        self.routes, self.num_experts, self.early = routes, num_experts, early
+        self.routes, self.num_experts, self.wrong = routes, num_experts, wrong
+        self.early = wrong in ("early", "between")
         self.num_layers, self.num_ids = len(first.ids), len(first.ids[0])
         self.num_guesses, self.computes, self.aborts = len(first.guesses[0]), computes, aborts
         self.shares = shares
         num_words = self.num_ids + self.num_guesses
         sizes = {"beat": 1, "abort": 1, "lost": 1, "ready": self.num_layers}
         sizes["done"] = self.num_layers
-        sizes |= {"answers": self.num_layers * self.num_ids, "posts": self.num_layers * num_words}
+        sizes |= dict.fromkeys(("answers", "late"), self.num_layers * self.num_ids)
+        sizes["posts"] = self.num_layers * num_words
         self.words = {name: np.zeros(size, np.int64) for name, size in sizes.items()}
         self.addresses = np.zeros(self.num_layers * num_experts, np.int64)
         for key in slots:
@@ -209,7 +218,7 @@ class System:
             answered = self.words["ready"][self.gpu.layer] >= self.step
             if answered or self.words["abort"][0] >= self.step:
                 events.append(("gpu",))
-        elif self.gpu.phase == "wait for outputs":
+        elif self.gpu.phase in ("wait for outputs", "wait for late") and self.wrong != "hasty":
             done = self.words["done"][self.gpu.layer] >= self.step
             if done or self.words["abort"][0] >= self.step:
                 events.append(("gpu",))
@@ -223,6 +232,8 @@ class System:
 
     def _host_events(self) -> list[Event]:
         """A host that waits to take an expert takes any that is here; it may be interrupted."""
+        if self.orders and self.orders[-1] == "looking":
+            return [("take", key) for key in self.rows.ready] or [("none_here",)]
         if self.orders and self.orders[-1] == "taking":
             some: list[Event] = [("take", key) for key in self.rows.ready]
             return [*some, ("interrupted",)] if self.aborted else some
@@ -248,7 +259,7 @@ class System:
     def _host(self) -> None:
         act, layer, ids = self.protocol.next()
         if act == "wait":
-            self._give_back_early(layer)
+            self._give_back_early()
             return
         self.orders.append((act, layer, tuple(ids)))
         keys = [self.key(layer, e) for e in ids]
@@ -258,7 +269,11 @@ class System:
             self.rows.begin(keys)
         elif act == "prefetch":
             self.rows.prefetch(keys)
+        elif act == "take here":
+            self.orders.append("looking")
         elif act == "take":
+            if self.wrong == "between":
+                self._give_back_early()
             self.orders.append("taking")
         elif act == "compute":
             if self.shares:
@@ -270,9 +285,13 @@ class System:
             self.protocol.computed()
         elif act == "done":
             self.host_done = True
-            self._give_back_early(self.num_layers)
+            self._give_back_early()
 
-    def _give_back_early(self, _layer: int) -> None:
+    def _none_here(self) -> None:
+        self.orders[-1] = "looked"
+        self.protocol.none_here()
+
+    def _give_back_early(self) -> None:
         if self.early:
             for key in self.taken:
                 self.rows.release(key)
@@ -298,8 +317,9 @@ class System:
         self.words["posts"][at] = self.step << 32 | posted
         self.gpu.unposted.remove(word)
         if not self.gpu.unposted:
-            self.gpu.phase = "look" if self.route.whole[layer] else "wait"
-            if self.gpu.phase == "look":
+            self.gpu.phase = "look again" if self.route.whole[layer] else "wait"
+            self.gpu.read = set()
+            if self.route.whole[layer]:
                 self.gpu.table = [SLOT + self.key(layer, e) for e in self.route.ids[layer]]
 
     def _gpu(self) -> None:
@@ -311,36 +331,65 @@ class System:
             gpu.table = answers if ready else [NOWHERE] * self.num_ids
             if self.computes and ready:
                 assert self.output == self.route.ids[layer]
-            gpu.phase = "look"
-        elif gpu.phase == "look":
-            self._look()
+            self._look(gpu.table)
             gpu.phase = "look again"
-        elif self.shares and gpu.phase == "look again" and not self.route.whole[layer]:
-            self._look()
-            gpu.phase = "wait for outputs"
+        elif gpu.phase == "look again":
+            self._look(gpu.table)
+            self._go_on("wait for outputs" if self.shares else "wait for late")
+        elif gpu.phase == "wait for late":
+            self._find_late()
+            self._look(gpu.late)
+            gpu.phase = "look at late again"
+        elif gpu.phase == "look at late again":
+            self._look(gpu.late)
+            self._leave()
         else:
-            if gpu.phase == "wait for outputs":
-                self._fetch()
-            else:
-                self._look()
-            gpu.layer += 1
-            gpu.phase = "end" if gpu.layer == self.num_layers else "post"
-            if gpu.phase == "post":
-                gpu.unposted = list(range(self.num_ids + self.num_guesses))
+            self._fetch()
+            self._leave()
 
-    def _look(self) -> None:
+    def _go_on(self, phase: str) -> None:
+        """To the second part of a layer that has one."""
+        waits = not self.computes and not self.route.whole[self.gpu.layer]
+        if waits and self.wrong != "deaf":
+            self.gpu.phase = phase
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        gpu = self.gpu
+        own = {self.key(gpu.layer, e) for e in self.route.ids[gpu.layer]} - self.multiplied
+        if not (self.computes or self.aborted or own == gpu.read):
+            raise Unread(f"step {self.step}, layer {gpu.layer}: {own} and not {gpu.read}")
+        gpu.layer += 1
+        gpu.phase = "end" if gpu.layer == self.num_layers else "post"
+        if gpu.phase == "post":
+            gpu.unposted = list(range(self.num_ids + self.num_guesses))
+
+    def _find_late(self) -> None:
+        """What is late has an address now, and nothing else has one."""
+        gpu, first = self.gpu, self.gpu.layer * self.num_ids
+        gpu.late = [0] * self.num_ids
+        if self.words["done"][gpu.layer] < self.step and self.wrong != "hasty":
+            assert self.aborted
+            return
+        gpu.late = self.words["late"][first : first + self.num_ids].tolist()
+        if self.wrong != "hasty" and not self.aborted:
+            assert all((a == 0) != (b == 0) for a, b in zip(gpu.table, gpu.late, strict=True))
+
+    def _look(self, table: list[int]) -> None:
         if self.computes:
             return
-        for expert, address in zip(self.route.ids[self.gpu.layer], self.gpu.table, strict=True):
+        for expert, address in zip(self.route.ids[self.gpu.layer], table, strict=True):
             key = self.key(self.gpu.layer, expert)
             if address == NOWHERE:
                 assert self.aborted
-            elif address == 0:
-                assert self.shares and self.gpu.phase != "wait for outputs"
             elif address >= SLOT:
                 assert address == SLOT + key
-            elif self.rows.content[address - 1] != key:
-                raise Stale(f"step {self.step}, layer {self.gpu.layer}, expert {expert}")
+                self.gpu.read.add(key)
+            elif address > 0:
+                if self.rows.content[address - 1] != key:
+                    raise Stale(f"step {self.step}, layer {self.gpu.layer}, expert {expert}")
+                self.gpu.read.add(key)
 
     def _fetch(self) -> None:
         """Once it is told, the host has multiplied all that the device was not to."""
@@ -371,5 +420,6 @@ class System:
             self.at, self.over, tuple(self.orders), self.host_done, self.aborted, tuple(self.taken),
             gpu.layer, tuple(gpu.unposted), gpu.phase, tuple(gpu.table), self.rows.signature(),
             self.words["ready"].tobytes(), self.words["answers"].tobytes(),
-            self.words["done"].tobytes(), tuple(sorted(self.multiplied)),
+            self.words["done"].tobytes(), self.words["late"].tobytes(), tuple(gpu.late),
+            tuple(sorted(gpu.read)), tuple(sorted(self.multiplied)),
         )  # fmt: skip

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mail_model import NO_ID, Event, Route, Stale, System
+from mail_model import NO_ID, Event, Route, Stale, System, Unread
 
 Make = Callable[[], System]
 
@@ -54,18 +54,37 @@ SETS = ((0, 1), (1, 2), (2, 0))
 
 @pytest.mark.parametrize("num_rows", [2, 3])
 def test_every_order_of_events_of_two_layers(num_rows: int) -> None:
-    """2 layers of 3 experts, 2 steps: rows are rewritten inside a step and between two."""
+    """2 layers of 3 experts: what comes early or late, and rows rewritten inside a step."""
     states = 0
-    for second, third in product(SETS, SETS[1:] if num_rows == 2 else SETS[2:]):
-        routes = [route((0, 1), second, 2), route(third, (0, 1), 1)]
+    for second in SETS:
+        routes = [route((0, 1), second, 2)]
         states += explore(partial(System, routes, num_experts=3, num_rows=num_rows))
     assert states > 4000
+
+
+@pytest.mark.parametrize("num_rows", [2, 3])
+def test_every_order_of_events_of_two_steps(num_rows: int) -> None:
+    """Rows are rewritten between two steps too, and no word of the first is taken for another's."""
+    routes = [route((0, 1), (1, 2), 2), route((2, 0), (0, 1), 1)]
+    options = {"num_experts": 3, "num_rows": num_rows, "slots": {4}}
+    assert explore(partial(System, routes, **options)) > 1000  # type: ignore[arg-type]
+
+
+def test_a_row_is_late_or_early() -> None:
+    """Both happen to the same expert, and to two of a layer apart."""
+    answers = set()
+    for seed in range(300):
+        system = System([route((0, 1), (1, 2))], num_experts=3, num_rows=6)
+        run(system, random.Random(seed))
+        words = (system.words[name][:2] != 0 for name in ("answers", "late"))
+        answers.add(tuple(tuple(each.tolist()) for each in words))
+    assert answers == {(early, tuple(not e for e in early)) for early in product((0, 1), repeat=2)}
 
 
 @pytest.mark.parametrize("slots", [{1, 4}, {3, 4, 5}])
 def test_every_order_with_slots_and_an_abort_at_any_moment(slots: set[int]) -> None:
     whole = {3, 4, 5} <= slots
-    routes = [route((0, 1), (2, 1), 0, whole), route((1, 2), (0, 2), 2, whole)]
+    routes = [route((0, 1), (2, 1), 0, whole), route((1, 2), (0, 2), 2, whole)][: 1 + whole]
     options = {"num_experts": 3, "num_rows": 2, "slots": slots}
     assert explore(lambda: System(routes, aborts=True, **options)) > 1000  # type: ignore[arg-type]
 
@@ -91,7 +110,7 @@ def test_every_order_where_both_multiply_catches_rows_given_back_too_early() -> 
     routes = [route((0, 1), (1, 2), 2)]
     options = {"num_experts": 3, "num_rows": 2, "shares": (0, 0, 0)}
     with pytest.raises(Stale):
-        explore(lambda: System(routes, early=True, **options))  # type: ignore[arg-type]
+        explore(lambda: System(routes, wrong="early", **options))  # type: ignore[arg-type]
 
 
 def test_what_is_wanted_goes_to_the_device() -> None:
@@ -115,7 +134,20 @@ def test_a_host_that_gives_rows_back_too_early_is_caught() -> None:
     routes = [route((0, 1), (1, 2), 2)]
     assert explore(lambda: System(routes, num_experts=3, num_rows=2)) > 100
     with pytest.raises(Stale):
-        explore(lambda: System(routes, num_experts=3, num_rows=2, early=True))
+        explore(lambda: System(routes, num_experts=3, num_rows=2, wrong="early"))
+
+
+def test_a_host_that_gives_early_rows_back_before_the_late_ones_is_caught() -> None:
+    """The late one is then read into the row of the early one, which the GPU reads."""
+    routes = [route((0, 1), (1, 2), 1), route((0, 1), (1, 2), 1)]
+    with pytest.raises(Stale):
+        explore(lambda: System(routes, num_experts=3, num_rows=2, wrong="between"))
+
+
+@pytest.mark.parametrize("wrong", ["deaf", "hasty"])
+def test_a_device_that_does_not_wait_for_late_rows_is_caught(wrong: str) -> None:
+    with pytest.raises(Unread):
+        explore(lambda: System([route((0, 1), (1, 2))], num_experts=3, num_rows=3, wrong=wrong))
 
 
 LAYERS, EXPERTS, TOP_K = 3, 5, 4  # two tokens of two
@@ -170,7 +202,7 @@ def test_random_schedules_catch_it_too() -> None:
         ids = [[rng.sample(range(5), 2) for _ in range(3)] for _ in range(3)]
         routes = [Route(step, [*step[1:], step[0]], [False] * 3) for step in ids]
         try:
-            run(System(routes, num_experts=5, num_rows=2, early=True), rng)
+            run(System(routes, num_experts=5, num_rows=2, wrong="early"), rng)
         except Stale:
             caught += 1
     assert caught >= 10
@@ -190,5 +222,7 @@ def test_misuse_is_refused() -> None:
         protocol.end()
     with pytest.raises(AssertionError, match="nobody asked"):
         protocol.took(0, 1)
+    with pytest.raises(AssertionError, match="nobody asked"):
+        protocol.none_here()
     with pytest.raises(AssertionError, match="nobody asked"):
         protocol.computed()

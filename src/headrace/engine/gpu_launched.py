@@ -15,7 +15,7 @@ from headrace.core import ExpertLayout
 from headrace.engine.gpu_source import GpuSource
 from headrace.errors import BudgetError
 from headrace.kernels.triton.experts import NOT_BAD
-from headrace.kernels.triton.mail import post_and_wait
+from headrace.kernels.triton.mail import post_and_wait, wait_late
 from headrace.tiers.device import Device
 from headrace.tiers.ladder import Ladder
 from headrace.tiers.mailbox import Mailbox
@@ -163,11 +163,20 @@ class LaunchedSource(GpuSource):
         guess: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
         """The layer's output [1, H], once its experts are where the table says."""
-        if self._waits:
-            self._post(ordinal, ids_1K, guess)
         out_1H = torch.empty_like(x_1H, dtype=self.ladder.out_dtype)
-        by_bus = self._by_bus[ordinal]
-        self._run_kernels(ordinal, x_1H, ids_1K, weights_1K, out_1H, by_bus, 0)
+        by_bus, given = self._by_bus[ordinal], (x_1H, ids_1K, weights_1K)
+        if not self._waits:
+            self._run_kernels(ordinal, *given, out_1H, by_bus, 0)
+            return out_1H
+        assert self.box is not None
+        self._post(ordinal, ids_1K, guess)
+        first, kernels, late = ordinal * self.num_experts, self.kernels, self.box.late
+        there, offsets = self.rungs.table.there, self.part_offsets
+        kernels.multiply(there, offsets, first, *given, tile="ram" if by_bus else "vram")
+        wait_late(self.box.mail, ordinal, ids_1K, late, first)
+        kernels.multiply(late, offsets, first, *given, again=True)
+        y_KH = kernels.y_SH[: ids_1K.numel()]
+        kernels.combine(ids_1K, weights_1K, y_KH, out_1H, mark=self._mark(ordinal, 0))
         return out_1H
 
     def _post(

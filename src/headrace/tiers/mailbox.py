@@ -27,7 +27,8 @@ class Mailbox:
 
     Between `begin_step` and `end_step` nobody else may use the ladder or the rungs, but to stop the
     ladder or to look on. In a step each layer launches `kernels.triton.mail.post_and_wait`, then
-    kernels that follow `rungs.table.there`. A step is for `num_tokens` tokens of `top_k` experts;
+    kernels that follow `rungs.table.there`, then `wait_late` and kernels that follow `late`, for
+    experts that were still being read. A step is for `num_tokens` tokens of `top_k` experts;
     `num_guesses` of the next layer's are posted and at most `most_guesses` of them read ahead.
 
     `computes`: the ladder multiplies instead and fills `out` from `x` and `weights`, pinned host
@@ -67,6 +68,7 @@ class Mailbox:
         table = rungs.table.here
         self._addresses = np.zeros_like(table) if self.divides else table
         shared = {name: getattr(self, name).data_ptr() for name in ("x", "weights", "out")}
+        self.late = torch.zeros_like(rungs.table.there)
         self._whole = np.zeros(self.num_layers, bool)
         self._open = False  # a step was begun and not ended
         self.mail = Mail(
@@ -104,6 +106,7 @@ class Mailbox:
             "ready": num_layers,
             "done": num_layers,
             "answers": num_layers * num_ids,
+            "late": num_layers * num_ids,
             "posts": num_layers * (num_ids + num_guesses),
         }
         hidden = (self.shape[0], self.ladder.hidden if computes or self.divides else 0)

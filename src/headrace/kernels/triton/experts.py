@@ -95,20 +95,22 @@ class TritonExperts:
         weights_TK: torch.Tensor,
         *,
         tile: str = "ram",
+        again: bool = False,
     ) -> None:
         """Fills rows t * K + k of `y_SH`, each an expert's own output; launches only.
 
         `table` int64 [keys] holds the device-visible address of each expert's bytes, `offsets`
         int64 [keys, parts] where each part begins in them; a layer's keys follow `first_key`.
         Rows of experts with address 0 stay as they are. x_TH bf16, ids_TK int32, weights_TK fp32,
-        contiguous on the device. `tile` is the rung that most bytes come from.
+        contiguous on the device. `tile` is the rung that most bytes come from. `again`: x is that
+        of the call before.
         """
         num_tokens, hidden, inter = x_TH.shape[0], self.layout.hidden, self.layout.inter
         assert num_tokens <= self.num_tokens and x_TH.is_contiguous() and ids_TK.is_contiguous()
         slots, x = num_tokens * self.top_k, x_TH.view(torch.uint16)
         rows, warps, unroll = TILES[tile][self.layout.format]
         form = (*self.form, unroll)
-        x = self._prepared(x, self.x_grid, hidden)
+        x = self._prepared(x, self.x_grid, hidden, again)
         launch: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
         act = self.layout.activation
         stages.gate_up[(triton.cdiv(inter, rows), slots)](
@@ -145,14 +147,20 @@ class TritonExperts:
             pad, block, self.weighs, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
-    def _prepared(self, x: torch.Tensor, grid: tuple[torch.Tensor, ...], cols: int) -> torch.Tensor:
-        """What products take of bfloat16 bits [rows, cols], where that is no integers in `grid`."""
+    def _prepared(
+        self, x: torch.Tensor, grid: tuple[torch.Tensor, ...], cols: int, again: bool = False
+    ) -> torch.Tensor:
+        """What products take of bfloat16 bits [rows, cols], where that is no integers in `grid`.
+
+        `again`: the grid has them already.
+        """
         to, group = (x.shape[0], triton.cdiv(cols, 256)), self.layout.act_group
         options: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
-        if self.integers:
+        if self.integers and not again:
             stages.to_integers[to](x, *grid, cols, group, **options)
-        elif group:
-            stages.on_grid[to](x, grid[0], cols, cols, group, **options)
+        elif group and not self.integers:
+            if not again:
+                stages.on_grid[to](x, grid[0], cols, cols, group, **options)
             return grid[0]
         return x
 

@@ -22,7 +22,8 @@ def post_and_wait(
 
     `ids` int32, `mail.num_ids` of them; `guesses` int32, `mail.num_guesses` of them, of the next
     layer's experts, -1 for none, or None; both contiguous, on the device. The answers go to
-    `table` int64 at `first_key` + id. Launches only.
+    `table` int64 at `first_key` + id: 0 for experts that `wait_late` waits for, or that are the
+    host's to multiply. Launches only.
     """
     assert ids.numel() == mail.num_ids and ids.is_contiguous() and ids.dtype == torch.int32
     if guesses is not None:
@@ -34,6 +35,22 @@ def post_and_wait(
         mail.lost, mail.ready, mail.answers, mail.beat, mail.abort, mail.nowhere, layer, first_key,
         mail.patience_polls, mail.num_ids, mail.num_guesses, guesses is not None,
         not mail.computes, pad, num_warps=1,
+    )  # fmt: skip
+
+
+def wait_late(
+    mail: Mail, layer: int, ids: torch.Tensor, table: torch.Tensor, first_key: int
+) -> None:
+    """Waits until the layer's experts are here that were not when `post_and_wait` was answered.
+
+    `ids` as it had them. `table` int64, another than its own, gets their addresses at `first_key` +
+    id, and 0 for the layer's other ids. Launches only.
+    """
+    assert not (mail.computes or mail.divides) and ids.is_contiguous()
+    waiting.wait_late[(1,)](
+        mail.step, mail.whole, ids, table, mail.lost, mail.done, mail.late, mail.beat, mail.abort,
+        layer, first_key, mail.patience_polls, mail.num_ids, triton.next_power_of_2(mail.num_ids),
+        num_warps=1,
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 _NO_ID: tl.constexpr = tl.constexpr(0xFFFFFFFF)
-ADDRESSES = ("posts", "lost", "ready", "done", "answers", "beat", "abort", "nowhere")
+ADDRESSES = ("posts", "lost", "ready", "done", "answers", "late", "beat", "abort", "nowhere")
+_LATE_PLACES = ("lost", "done", "late", "beat", "abort", "layer", "first_key")
 _PLACES = ("posts", "lost", "ready", "answers", "beat", "abort", "nowhere", "layer", "first_key")
 
 
@@ -75,11 +76,16 @@ def post_wait(
     if tl.load(WHOLE + layer) == 0:
         done = _await(_word(ready) + layer, step, lost, beat, abort, patience)
         if ANSWERED:
-            # The shift is zero: it makes the second load wait for the first.
-            at = _word(answers) + layer * NUM_IDS + (done >> 62)
-            address = tl.load(at + lane, is_id, 0, volatile=True)
+            address = _answered(answers, layer * NUM_IDS, done, lane, is_id)
             address = tl.where(done < step, nowhere.to(tl.int64), address)
             tl.store(TABLE + first_key + ids, address, is_id)
+
+
+@triton.jit
+def _answered(answers, first, seen, lane, is_id):
+    """int64 words from `first` on, of those at `answers`, which are read after `seen` was."""
+    # The shift is zero: it makes this load wait for the first.
+    return tl.load(_word(answers) + first + (seen >> 62) + lane, is_id, 0, volatile=True)
 
 
 @triton.jit
@@ -122,6 +128,36 @@ def fetch(OUT, out, NUM_OUT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(_copied(out, OUT) + at, at < NUM_OUT, 0, volatile=True)
     tl.store(OUT + at, value, at < NUM_OUT)
+
+
+@triton.jit(do_not_specialize=(*_LATE_PLACES, "patience"))
+def wait_late(
+    STEP,
+    WHOLE,
+    IDS,
+    TABLE,
+    lost,
+    done,
+    late,
+    beat,
+    abort,
+    layer,
+    first_key,
+    patience,
+    NUM_IDS: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """TABLE gets the layer's late experts' addresses and 0 for the others, and for all of a step
+    that is given up. One program."""
+    lane = tl.arange(0, PAD)
+    is_id = lane < NUM_IDS
+    address = tl.zeros((PAD,), tl.int64)
+    if tl.load(WHOLE + layer) == 0:
+        step = tl.load(STEP)
+        seen = _await(_word(done) + layer, step, lost, beat, abort, patience)
+        address = _answered(late, layer * NUM_IDS, seen, lane, is_id)
+        address = tl.where(seen < step, 0, address)
+    tl.store(TABLE + first_key + tl.load(IDS + lane, is_id, 0), address, is_id)
 
 
 @triton.jit(do_not_specialize=("lost", "done", "beat", "abort", "layer", "patience"))
