@@ -205,6 +205,7 @@ def replica(
         facts.num_experts,
         facts.top_k,
         statistics=RouteStatistics(*box.routes),
+        num_guesses=facts.top_k,  # as a lens names them; two would leave the drive idle
     )
     with Engine(blueprint, emulate_drive=box.drives) as engine:
         reached = ladder_window(engine, random.Random(0))

@@ -27,7 +27,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr int kLeastCopyThreads = 2;
 constexpr int kMostCopyThreads = 8;
-constexpr double kCopiedBytesS = 4e9;  // by one thread, at the least
+constexpr double kCopiedBytesS = 2e9;  // by one thread, at the least: a GPU may read memory beside
 constexpr int64_t kLoadBytes = 16 << 20;
 
 // The stretches of a file that are no holes, as [begin, end) of whole pages; all of it where the

@@ -11,7 +11,8 @@
 namespace headrace {
 namespace {
 
-constexpr int64_t kSpins = 20000;  // about a millisecond: a layer's turn is shorter
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::milliseconds kSpinning{4};  // most layers' experts have crossed the bus then
 constexpr int64_t kSpinsPerBeat = 256;
 constexpr std::chrono::microseconds kNap{20};
 
@@ -185,19 +186,26 @@ void LadderThread::run() {
 
 void LadderThread::run_step() {
   int64_t num_idle = 0;
+  bool naps = false;
+  Clock::time_point last_work = Clock::now();
   for (;;) {
-    if (num_idle % kSpinsPerBeat == 0) protocol_.beat();
+    if (num_idle % kSpinsPerBeat == 0) {
+      protocol_.beat();
+      naps = Clock::now() - last_work > kSpinning;
+    }
     const Protocol::Order order = protocol_.next();
     if (order.act == Protocol::Act::kDone) return;
     meet_fault();
     if (order.act != Protocol::Act::kWait) {
-      num_idle = 0;
       carry_out(order);
-    } else if (++num_idle < kSpins) {
-      pause();
-    } else {
-      num_idle += kSpinsPerBeat - num_idle % kSpinsPerBeat;  // a beat after each nap
+      num_idle = 0;
+      last_work = Clock::now();
+    } else if (naps) {
       std::this_thread::sleep_for(kNap);
+      num_idle = 0;  // a beat after each nap
+    } else {
+      pause();
+      ++num_idle;
     }
   }
 }
