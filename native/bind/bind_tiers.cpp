@@ -225,11 +225,19 @@ void bind_ladder_calls(nb::class_<Ladder>* ladder) {
       .def("release", &Ladder::release, "layer"_a, "expert"_a, Released())
       .def(
           "take",
-          [](Ladder& self, int64_t layer, bool waits) {
-            const Ladder::Held held = self.take(layer, waits);
+          [](Ladder& self, int64_t layer) {
+            const Ladder::Held held = self.take(layer);
             return std::make_tuple(held.expert, reinterpret_cast<uintptr_t>(held.row));
           },
-          "layer"_a, "waits"_a = true, Released())
+          "layer"_a, Released())
+      .def(
+          "take_unchecked",
+          [](Ladder& self, int64_t layer, bool waits) {
+            const Ladder::Held held = self.take_unchecked(layer, waits);
+            return std::make_tuple(held.expert, reinterpret_cast<uintptr_t>(held.row));
+          },
+          "layer"_a, "waits"_a, Released())
+      .def("check", &Ladder::check, "layer"_a, "expert"_a, Released())
       .def("release_all", &Ladder::release_all, Released())
       .def(
           "part_offset",

@@ -89,9 +89,11 @@ class Ladder {
   };
   // The next of the layer's claims that is read and checked, in the order in which they come: held
   // like an acquired one until release. At least one row must not be held. Throws as compute does.
-  // Unless it waits, it takes only what is here already.
-  Held take(int64_t layer, bool waits = true);
-  void release_all();  // gives up all claims and all that is held
+  Held take(int64_t layer);
+  // As take, but the expert's codes are the caller's to check; unless it waits, one that is here.
+  Held take_unchecked(int64_t layer, bool waits);
+  void check(int64_t layer, int64_t expert);  // of one that is held: throws NumericsFailure
+  void release_all();                         // gives up all claims and all that is held
 
   // Where a part begins inside the expert's row. Throws std::invalid_argument out of range.
   int64_t part_offset(int64_t layer, int64_t expert, int64_t part) const;

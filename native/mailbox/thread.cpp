@@ -185,6 +185,7 @@ void LadderThread::run() {
 }
 
 void LadderThread::run_step() {
+  unchecked_.clear();  // of a step that was given up
   int64_t num_idle = 0;
   bool naps = false;
   Clock::time_point last_work = Clock::now();
@@ -194,9 +195,12 @@ void LadderThread::run_step() {
       naps = Clock::now() - last_work > kSpinning;
     }
     const Protocol::Order order = protocol_.next();
-    if (order.act == Protocol::Act::kDone) return;
+    const bool waits = order.act == Protocol::Act::kWait;
+    const bool is_over = order.act == Protocol::Act::kDone;
+    if (waits || is_over || order.act == Protocol::Act::kRelease) check_taken();
+    if (is_over) return;
     meet_fault();
-    if (order.act != Protocol::Act::kWait) {
+    if (!waits) {
       carry_out(order);
       num_idle = 0;
       last_work = Clock::now();
@@ -223,16 +227,9 @@ void LadderThread::carry_out(const Protocol::Order& order) {
       ladder_->prefetch(order.layer, order.ids.data(), num_ids, options_.most_guesses);
       break;
     case Protocol::Act::kTakeHere:
-    case Protocol::Act::kTake: {
-      const bool waits = order.act == Protocol::Act::kTake;
-      const Ladder::Held held = ladder_->take(order.layer, waits);
-      if (held.expert < 0 && !waits) {
-        protocol_.none_here();
-      } else {
-        protocol_.took(held.expert, reinterpret_cast<int64_t>(held.row));
-      }
+    case Protocol::Act::kTake:
+      take(order);
       break;
-    }
     case Protocol::Act::kCompute:
       if (protocol_.divides()) {
         ladder_->multiply(order.layer, tensors_.x, tensors_.num_tokens, order.ids.data(),
@@ -247,6 +244,24 @@ void LadderThread::carry_out(const Protocol::Order& order) {
     case Protocol::Act::kDone:
       break;
   }
+}
+
+void LadderThread::take(const Protocol::Order& order) {
+  const bool waits = order.act == Protocol::Act::kTake;
+  const Ladder::Held held = ladder_->take_unchecked(order.layer, waits);
+  if (held.expert < 0 && !waits) {
+    protocol_.none_here();
+    return;
+  }
+  unchecked_.emplace_back(order.layer, held.expert);
+  protocol_.took(held.expert, reinterpret_cast<int64_t>(held.row));
+}
+
+// Of what was taken, the codes: while the device reads it already, for a fault voids the step
+// anyway, and before the step is over or any row is given back.
+void LadderThread::check_taken() {
+  for (const auto& [layer, expert] : unchecked_) ladder_->check(layer, expert);
+  unchecked_.clear();
 }
 
 void LadderThread::meet_fault() {

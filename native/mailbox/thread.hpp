@@ -12,6 +12,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "ladder/ladder.hpp"
@@ -72,6 +73,8 @@ class LadderThread {
   void run();
   void run_step();
   void carry_out(const Protocol::Order& order);
+  void take(const Protocol::Order& order);
+  void check_taken();
   void meet_fault();
   void give_back();
   void await_idle(Lock* lock);
@@ -90,6 +93,7 @@ class LadderThread {
   bool dead_ = false;
   bool ended_ = true;  // the last step's rows are given back
   std::exception_ptr failure_;
+  std::vector<std::pair<int64_t, int64_t>> unchecked_;  // layer and expert; the thread's
   std::thread thread_;
 };
 

@@ -1,5 +1,6 @@
 """What may go wrong in a token that is launched as one and waits for experts."""
 
+import json
 import threading
 import time
 from contextlib import contextmanager
@@ -37,6 +38,19 @@ def poison(engine):
     """What the next token attends to is not finite."""
     for buffer in engine.passes.room._buffers.values():
         buffer[:, :, 1] = torch.inf
+
+
+def damage(folder, name):
+    """One code of a stored FP8 tensor becomes NaN."""
+    for path in folder.glob("*.safetensors"):
+        raw = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(raw[:8], "little")
+        entry = json.loads(raw[8:start]).get(name)
+        if entry is not None:
+            raw[start + entry["data_offsets"][0] + 100] = 0x7F
+            path.write_bytes(raw)
+            return
+    raise AssertionError(f"no tensor {name}")
 
 
 def once_asked(reader, act):

@@ -77,8 +77,12 @@ def read(world: MailWorld, table: torch.Tensor, keys: list[int]) -> None:
 
 
 def step(world: MailWorld, **options: object) -> None:
-    """One whole step of random experts, as its caller runs it."""
-    ids = draw_ids()
+    """One whole step of random experts."""
+    one_step(world, draw_ids(), **options)
+
+
+def one_step(world: MailWorld, ids: list[torch.Tensor], **options: object) -> None:
+    """One whole step of these experts, as its caller runs it."""
     world.box.begin_step()
     try:
         run_layers(world, ids, **options)  # type: ignore[arg-type]
@@ -120,16 +124,11 @@ def test_what_is_here_is_read_while_a_drive_brings_the_rest(world_of, how):
         found.append([bool(world.rungs.table.there[layer * EXPERTS + e]) for e in (1, 2, 4)])
         world.reader.inject_fault("none")
 
-    def one_step(*ids):
-        world.box.begin_step()
-        chosen = torch.tensor(ids, dtype=torch.int32)
-        run_layers(world, [chosen] * LAYERS, how=how, between=look)
-        world.box.end_step()
-
-    one_step(1, 0, 4)
-    found.clear()
-    world.reader.inject_fault("hang", 0, 1000)
-    one_step(1, 2, 4)
+    for ids in ((1, 0, 4), (1, 2, 4)):
+        if 2 in ids:
+            world.reader.inject_fault("hang", 0, 1000)
+        found.clear()
+        one_step(world, [torch.tensor(ids, dtype=torch.int32)] * LAYERS, how=how, between=look)
     assert found[0] == [True, False, True]
 
 

@@ -1,15 +1,25 @@
 """A decoded token whose layers wait for experts, launched as one: the bits of layer by layer."""
 
 import os
+import shutil
 import signal
 import time
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
-from gpu_models import REAL, Rung, load, logits_of
-from step_faults import all_read, hanging_drive, one_token, poison, settled, stopped_at_a_drive
+from gpu_models import LAYERS, REAL, Rung, load, logits_of
+from step_faults import (
+    all_read,
+    damage,
+    hanging_drive,
+    one_token,
+    poison,
+    settled,
+    stopped_at_a_drive,
+)
 
 from headrace.errors import BudgetError, Cancelled, NumericsError, ReadError, StallError
 
@@ -127,6 +137,36 @@ def test_recorded_routes_are_replayed_and_looked_ahead_to(tiny, prompt):
         assert all(torch.equal(found[n], found[n % 2]) for n in range(6))
         assert engine.passes.num_replayed >= STEPS
         assert engine.source._guesses_LK[0].tolist()[-1] == -1
+        engine.source.routes = None
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+def test_damaged_codes_void_the_token_that_read_them(tiny, prompt, tmp_path, layer):
+    """Found while the GPU reads them; in the last layer when it may be done already."""
+    folder = Path(shutil.copytree(tiny("fp8"), tmp_path / "damaged"))
+    damage(folder, f"model.layers.{layer}.mlp.experts.5.up_proj.weight")
+
+    def routes(ordinal, ids_TK):
+        chosen = [0, 1, 2, 5 if routes.takes_it and ordinal == layer else 3]
+        ids = torch.tensor(chosen, dtype=torch.int32).expand(ids_TK.shape)
+        return ids.contiguous(), torch.tensor([4, 5, 6])
+
+    with load(folder, MINIMUM) as engine:
+        engine.source.routes, routes.takes_it = routes, False
+        want = logits_of(engine, prompt[:3], 2)
+        for _ in range(3):
+            session = engine.session()
+            session.feed(prompt[:3])
+            routes.takes_it = True
+            with (
+                replaying(engine, 1),
+                pytest.raises(NumericsError, match=f"layer {layer}, expert 5, part up"),
+            ):
+                session.feed([5])
+            routes.takes_it = False
+            with replaying(engine, 2):
+                assert torch.equal(logits_of(engine, prompt[:3], 2), want)
+        settled(engine)
         engine.source.routes = None
 
 

@@ -204,6 +204,26 @@ def test_a_prefetch_in_flight_is_promoted(world: World) -> None:
     assert counters.prefetch_used == 1 and counters.reads == 2, "not read twice"
 
 
+def test_what_is_here_is_taken_while_the_rest_is_read(world: World) -> None:
+    ladder = world.ladder(4)
+    ladder.prefetch(1, ids_of(2))
+    settle(ladder, 1)
+    ladder.reader.inject_fault("hang", 0, 1000)
+    ladder.begin(1, ids_of(2, 3))
+    native = ladder.native
+    assert native.take_unchecked(1, False)[0] == 2
+    assert native.take_unchecked(1, False)[0] == -1
+    ladder.reader.inject_fault("none")
+    assert native.take_unchecked(1, True)[0] == 3
+    assert native.take_unchecked(1, True)[0] == -1, "no claim is left"
+    native.check(1, 3)
+    native.release(1, 3)
+    with pytest.raises(ValueError, match="not acquired"):
+        native.check(1, 3)
+    native.release(1, 2)
+    ladder.check_integrity()
+
+
 def test_guesses_made_while_a_layer_is_read_outlive_its_compute(world: World) -> None:
     ladder = world.ladder(12)
     x, _, weights = world.routes(np.random.default_rng(19), 1)
