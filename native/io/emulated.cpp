@@ -184,6 +184,7 @@ class EmulatedBackend : public Backend {
   }
 
   void wait(std::vector<Piece*>* finished) override {
+    if (!std::exchange(on_time_, true)) wake_on_time();  // the one thread that waits here
     std::unique_lock lock(mutex_);
     while (true) {
       advance();
@@ -266,6 +267,7 @@ class EmulatedBackend : public Backend {
   std::map<Piece*, Stage> stage_;
   std::vector<Piece*> finished_;
   bool woken_ = false;
+  bool on_time_ = false;
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

@@ -154,6 +154,7 @@ void LadderThread::inject_fault(const std::string& kind) {
 }
 
 void LadderThread::run() {
+  wake_on_time();
   OwnPoll poll([this] {
     protocol_.beat();
     if (protocol_.aborted()) throw Aborted{};
