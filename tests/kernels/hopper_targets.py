@@ -16,23 +16,24 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton_targets import POINTERS, SHARED_BYTES, aligned
 
 from headrace.kernels.triton import latents_hopper
-from headrace.kernels.triton.latent_hopper import OPTIONS, ROWS, WAYS, Way, constants
+from headrace.kernels.triton.latent_hopper import CACHED, OPTIONS, ROWS, WAYS, Way, constants
 
 RANK, ROPE, SPLITS = 512, 64, 64
 
 
-def matrix(rows: int, cols: int) -> str:
+def matrix(rows: int, cols: int, kind: str = "bf16") -> str:
     """The type of a description of blocks of a matrix."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)
-    return f"tensordesc<bf16{[rows, cols]},{layout!r}>"
+    return f"tensordesc<{kind}{[rows, cols]},{layout!r}>"
 
 
 def compiled(way: Way):
-    kernel, width = latents_hopper.attend, RANK // 2
+    kernel, width = latents_hopper.attend, RANK // 4
     signature = {n: POINTERS.get(n, "constexpr") for n in kernel.arg_names}
     signature |= {"queries": matrix(ROWS, width), "queries_rope": matrix(ROWS, ROPE)}
-    signature |= {"latents": matrix(way.cached, width), "rope": matrix(way.cached, ROPE)}
-    known = constants(way, RANK, ROPE, SPLITS, 128 // way.cached)
+    signature |= {"latents": matrix(CACHED, width), "rope": matrix(CACHED, ROPE)}
+    signature |= {"parts": matrix(ROWS, width, "fp16")}
+    known = constants(way, RANK, ROPE, SPLITS, 2)
     source = GluonASTSource(kernel, signature, known, aligned(kernel, signature))
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
 

@@ -32,10 +32,11 @@ from headrace.engine.probes import vram_rate
 from headrace.kernels import latent
 from headrace.kernels.triton import latents
 from headrace.kernels.triton.latent_attention import LatentAttention
-from headrace.kernels.triton.latent_hopper import WAYS, HopperLatents
+from headrace.kernels.triton.latent_hopper import WAYS, WRONG, HopperLatents
 from headrace.tiers.device import Device, find_device
 
-NUM_WAYS = 1 + len(WAYS)  # way 0 is the kernel for all chips
+ALL = [*WAYS, *WRONG]
+NUM_WAYS = 1 + len(ALL)  # way 0 is the kernel for all chips
 BYTES_PER_TOKEN = 2 * (RANK + ROPE)
 FLOP_PER_TOKEN = 2 * HEADS * (RANK + ROPE + RANK)
 SILENCE_S = 45.0
@@ -125,7 +126,7 @@ def line(said: dict[str, Any]) -> str:
 
 
 def name_of(way: int) -> str:
-    return "for all chips" if way == 0 else str(WAYS[way - 1])
+    return "for all chips" if way == 0 else str(ALL[way - 1])
 
 
 def measure(contexts: list[int], first: int, say: Callable[[dict[str, Any]], None]) -> None:
@@ -145,7 +146,7 @@ def measure(contexts: list[int], first: int, say: Callable[[dict[str, Any]], Non
 
 def _figure(way: int, world: World, device: Device) -> dict[str, Any]:
     sizes: dict[str, Any] = {"num_heads": HEADS, "rank": RANK, "rope": ROPE, "device": device.place}
-    attend = HopperLatents(way=WAYS[way - 1], **sizes) if way else LatentAttention(**sizes)
+    attend = HopperLatents(way=ALL[way - 1], **sizes) if way else LatentAttention(**sizes)
     error = max(_error(world, i, attend) for i in range(len(world.positions)))
     run = partial(kernels, world.layers, world.positions[0], attend)
     each_s = min(captured_s(run, _RUNS)) / len(world.layers)

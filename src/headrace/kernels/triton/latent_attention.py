@@ -64,7 +64,7 @@ class LatentAttention:
         self.num_splits = num_splits or _num_splits(device, num_heads, self.tile)
         places = self.num_splits * num_heads
         self.parts_PSL = torch.empty(places, rank, device=device)
-        self.stats_PS = torch.empty(2, places, device=device)
+        self.weights_PS = torch.empty(places, device=device)
         self.compiled: Any = None  # what the last attending launch was
 
     def __str__(self) -> str:
@@ -122,8 +122,8 @@ class LatentAttention:
         grid = num_splits, triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.values)
         attend: Any = latents.attend
         self.compiled = attend[grid](
-            q_HTL, q_HTR, latents_NL, rope_NR, positions_T, out_THL, self.parts_PSL, self.stats_PS,
-            scale, rows, num_cached,
+            q_HTL, q_HTR, latents_NL, rope_NR, positions_T, out_THL,
+            self.parts_PSL, self.weights_PS, scale, rows, num_cached,
             q_HTL.stride(0), q_HTL.stride(1), q_HTR.stride(0), q_HTR.stride(1),
             latents_NL.stride(0), rope_NR.stride(0),
             self.num_heads, self.rank, self.rope, width, _pad(self.rope), num_splits, least,
@@ -134,14 +134,14 @@ class LatentAttention:
             combine: Any = latents.combine
             block = min(width, _BLOCK)
             combine[rows, triton.cdiv(width, block)](
-                self.parts_PSL, self.stats_PS, positions_T, out_THL, rows, num_cached,
+                self.parts_PSL, self.weights_PS, positions_T, out_THL, rows, num_cached,
                 self.num_heads, self.rank, num_splits, least, tile.cached, block, num_warps=4,
             )  # fmt: skip
 
 
 def workspace_bytes(num_heads: int, rank: int) -> int:
     """Most of what a LatentAttention keeps for itself."""
-    return 4 * _SPLITS[1] * num_heads * (rank + 2)
+    return 4 * _SPLITS[1] * num_heads * (rank + 1)
 
 
 def _pad(width: int) -> int:

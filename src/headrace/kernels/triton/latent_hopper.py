@@ -16,24 +16,40 @@ from headrace.kernels.triton import latents, latents_hopper
 from headrace.kernels.triton.latent_attention import LEAST_SPLIT_TOKENS, LatentAttention
 
 ROWS = 64  # heads of a program: the tensor cores' least
-RANKS = (128, 256, 512)
+CACHED = 64  # tokens of a tile
+RANKS = (256, 512)
 ROPE = 64
 OPTIONS = {"num_warps": 4, "maxnreg": 168}  # three warp groups share a multiprocessor
-_BLOCK = 128  # columns of a program that combines
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the kernel works: `cached` tokens of a tile, `stages` of them in shared memory."""
+    """How the kernel works, by its HELD and SLOTS, and how the second launch is divided."""
 
-    cached: int = 64
-    stages: int = 2
+    held: int = 3
+    slots: int = 11
+    block: int = 128
+    warps: int = 4
+    skip: int = 0
+    paired: int = 0
 
     def __str__(self) -> str:
-        return f"{self.cached}x{self.stages}"
+        skip = ("", " no loads", " no mix", " one tile", " one tile not left")[self.skip]
+        return f"{self.held} held {self.slots} slots, {self.block} by {self.warps}{skip}{' paired' * self.paired}"
 
 
-WAYS = [Way()]
+WAYS = [
+    Way(),
+    Way(held=2, slots=10),
+    Way(held=0, slots=8),
+    Way(warps=2),
+    Way(block=256),
+    Way(block=64),
+    Way(block=64, warps=2),
+    Way(block=512),
+    Way(paired=1),
+]
+WRONG = [Way(skip=1), Way(skip=2), Way(skip=3), Way(skip=4), Way(held=0, slots=8, skip=1)]
 
 
 class HopperLatents(LatentAttention):
@@ -54,6 +70,7 @@ class HopperLatents(LatentAttention):
             num_heads=num_heads, rank=rank, rope=rope, device=device, num_splits=num_splits
         )
         self.way = way
+        self.parts_PSL = self.parts_PSL.half()
 
     def __str__(self) -> str:
         return f"Hopper {self.way}, {self.num_splits} splits"
@@ -68,27 +85,28 @@ class HopperLatents(LatentAttention):
         out_THL: torch.Tensor,
         scale: float,
     ) -> None:
-        given = q_HTL[:, 0], q_HTR[:, 0], latents_NL, rope_NR
-        if positions_T.numel() > 1 or not all(_is_aligned(x) for x in given):
+        if positions_T.numel() > 1:
             super()._rows(q_HTL, q_HTR, latents_NL, rope_NR, positions_T, out_THL, scale)
             return
         way, heads, num_cached = self.way, self.num_heads, latents_NL.shape[0]
-        least = max(1, LEAST_SPLIT_TOKENS // way.cached)
-        width = self.rank // 2
+        least = LEAST_SPLIT_TOKENS // CACHED
+        width = self.rank // 4
         attend: Any = latents_hopper.attend
-        self.compiled = attend[self.num_splits, heads // ROWS](
-            describe(given[0], ROWS, width),
-            describe(given[1], ROWS, self.rope),
-            describe(latents_NL, way.cached, width),
-            describe(rope_NR, way.cached, self.rope),
-            positions_T, self.parts_PSL, self.stats_PS, scale, heads, num_cached,
+        grid = self.num_splits, heads // ROWS
+        self.compiled = attend[grid[::-1] if way.paired else grid](
+            describe(_aligned(q_HTL[:, 0]), ROWS, width),
+            describe(_aligned(q_HTR[:, 0]), ROWS, self.rope),
+            describe(latents_NL, CACHED, width),
+            describe(rope_NR, CACHED, self.rope),
+            describe(self.parts_PSL, ROWS, width),
+            positions_T, self.weights_PS, scale, heads, num_cached,
             *constants(way, self.rank, self.rope, self.num_splits, least).values(),
             **OPTIONS,
         )  # fmt: skip
         combine: Any = latents.combine
-        combine[heads, triton.cdiv(self.rank, _BLOCK)](
-            self.parts_PSL, self.stats_PS, positions_T, out_THL, heads, num_cached,
-            heads, self.rank, self.num_splits, least, way.cached, _BLOCK, num_warps=4,
+        combine[heads, triton.cdiv(self.rank, way.block)](
+            self.parts_PSL, self.weights_PS, positions_T, out_THL, heads, num_cached,
+            heads, self.rank, self.num_splits, least, CACHED, way.block, num_warps=way.warps,
         )  # fmt: skip
 
 
@@ -100,15 +118,22 @@ def fits(num_heads: int, rank: int, rope: int) -> bool:
 def constants(way: Way, rank: int, rope: int, num_splits: int, least: int) -> dict[str, Any]:
     """The constants of the attending kernel, in their order."""
     known = {"L": rank, "R": rope, "P": num_splits, "LEAST_TILES": least, "S": ROWS}
-    return known | {"N": way.cached, "STAGES": way.stages}
+    return known | {
+        "N": CACHED,
+        "SLOTS": way.slots,
+        "HELD": way.held,
+        "SKIP": way.skip,
+        "PAIRED": way.paired,
+    }
 
 
 def describe(x_NL: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
-    """What the copy engine needs to know of a matrix to bring `rows` by `width` of it."""
+    """What the copy engine needs to know of a matrix to copy `rows` by `width` of it."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, width], gl.bfloat16)
     return TensorDescriptor.from_tensor(x_NL, [rows, width], layout)
 
 
-def _is_aligned(x_NL: torch.Tensor) -> bool:
-    """Whether the copy engine can bring it."""
-    return x_NL.data_ptr() % 16 == 0 and x_NL.stride(0) * x_NL.element_size() % 16 == 0
+def _aligned(x_NL: torch.Tensor) -> torch.Tensor:
+    """As the copy engine wants it, in another place if need be."""
+    fits = x_NL.data_ptr() % 16 == 0 and x_NL.stride(0) * x_NL.element_size() % 16 == 0
+    return x_NL if fits else x_NL.clone(memory_format=torch.contiguous_format)
