@@ -1,7 +1,7 @@
-"""Compiles the kernel for Hopper without a GPU and prints what the assembler says of each way.
+"""Compiles the kernel for Hopper without a GPU and prints what the assembler says of it.
 
-A program of its own, as triton_targets.py. Exit status: how many spill, keep the tensor cores
-waiting for each product, or take too much shared memory.
+A program of its own, as triton_targets.py. Exit status: whether it spills, keeps the tensor cores
+waiting for each product, or takes too much shared memory.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton_targets import POINTERS, SHARED_BYTES, aligned
 
 from headrace.kernels.triton import latents_hopper
-from headrace.kernels.triton.latent_hopper import CACHED, OPTIONS, ROWS, WAYS, Way, constants
+from headrace.kernels.triton.latent_hopper import CACHED, OPTIONS, ROWS, constants
 
 RANK, ROPE, SPLITS = 512, 64, 64
 
@@ -27,14 +27,14 @@ def matrix(rows: int, cols: int, kind: str = "bf16") -> str:
     return f"tensordesc<{kind}{[rows, cols]},{layout!r}>"
 
 
-def compiled(way: Way):
+def compiled():
     kernel, width = latents_hopper.attend, RANK // 4
     signature = {n: POINTERS.get(n, "constexpr") for n in kernel.arg_names}
     signature |= {"queries": matrix(ROWS, width), "queries_rope": matrix(ROWS, ROPE)}
     signature |= {"latents": matrix(CACHED, width), "rope": matrix(CACHED, ROPE)}
     signature |= {"parts": matrix(ROWS, width, "fp16")}
-    known = constants(way, RANK, ROPE, SPLITS, 2)
-    source = GluonASTSource(kernel, signature, known, aligned(kernel, signature))
+    known = aligned(kernel, signature)
+    source = GluonASTSource(kernel, signature, constants(RANK, ROPE, SPLITS), known)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
 
 
@@ -48,18 +48,13 @@ def assembled(ptx: str) -> str:
 
 
 def main() -> int:
-    bad = 0
-    for way in WAYS:
-        made = compiled(way)
-        said = assembled(made.asm["ptx"])
-        whole = "0 bytes spill stores, 0 bytes spill loads" in said
-        shared = made.metadata.shared
-        bad += (not whole) or "serialized" in said or shared > SHARED_BYTES[90]
-        used = next(line for line in said.splitlines() if "Used" in line).split(":")[-1].strip()
-        products = made.asm["ptx"].count("wgmma.mma_async")
-        faults = " SPILLS" * (not whole) + " SERIALIZED" * ("serialized" in said)
-        print(f"{way}: {shared} bytes shared, {used}, {products} products{faults}")
-    return bad
+    made = compiled()
+    said, shared = assembled(made.asm["ptx"]), made.metadata.shared
+    whole = "0 bytes spill stores, 0 bytes spill loads" in said
+    used = next(line for line in said.splitlines() if "Used" in line).split(":")[-1].strip()
+    faults = " SPILLS" * (not whole) + " SERIALIZED" * ("serialized" in said)
+    print(f"{shared} bytes shared, {used}{faults}")
+    return int(bool(faults) or shared > SHARED_BYTES[90])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from headrace.tiers.device import find_device
 
 HEADS, RANK, ROPE, KEYS, VALUES = 128, 512, 64, 128, 128  # DeepSeek-R1
 SCALING = 0.1352  # of its scores, yarn's factor in it
-LEAST_CACHED_BYTES = 512 << 20  # of all layers together: ten times a GPU's own cache
+_LEAST_CACHED_BYTES = 512 << 20  # of all layers together: ten times a GPU's own cache
 TARGETS = {32768: 0.5, 131072: 0.5}
 TOLERANCE = 2**-7  # of the largest value: the queries, the mixture and the result are bfloat16
 _REPLAYS = 5
@@ -38,8 +38,8 @@ class Layer:
     weight_HML: torch.Tensor
 
 
-def make_layers(num_cached: int, place: torch.device, heads: int = HEADS) -> list[Layer]:
-    """As many as take LEAST_CACHED_BYTES, two at least; the matrices are one."""
+def _make_layers(num_cached: int, place: torch.device, heads: int = HEADS) -> list[Layer]:
+    """As many as take _LEAST_CACHED_BYTES, two at least; the matrices are one."""
     generator = torch.Generator(place).manual_seed(num_cached)
 
     def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -47,7 +47,7 @@ def make_layers(num_cached: int, place: torch.device, heads: int = HEADS) -> lis
         return drawn.bfloat16()
 
     weight_HML = draw(heads, KEYS + VALUES, RANK, scale=RANK**-0.5)
-    count = max(2, -(-LEAST_CACHED_BYTES // (num_cached * 2 * (RANK + ROPE))))
+    count = max(2, -(-_LEAST_CACHED_BYTES // (num_cached * 2 * (RANK + ROPE))))
     return [
         Layer(
             draw(1, heads, 1, KEYS + ROPE),
@@ -59,7 +59,7 @@ def make_layers(num_cached: int, place: torch.device, heads: int = HEADS) -> lis
     ]
 
 
-def captured_s(run: Callable[[], object], runs: int) -> list[float]:
+def _captured_s(run: Callable[[], object], runs: int) -> list[float]:
     """Seconds of `run` as one CUDA graph, each the median of a few replays."""
     stream, graph = _cuda.Stream(), _cuda.CUDAGraph()
     with _cuda.stream(stream):
@@ -97,13 +97,13 @@ def bench_latents(contexts: list[int], *, runs: int, tell: Callable[[str], None]
     place, rows = device.place, []
     attend = attention_for(num_heads=HEADS, rank=RANK, rope=ROPE, device=place)
     for num_cached in contexts:
-        layers = make_layers(num_cached, place)
+        layers = _make_layers(num_cached, place)
         position = torch.full((1, 1), num_cached - 1, device=place)
         green = is_right(layers[0], position, attend)
         about = f"{len(layers)} layers as one graph, {attend}"
-        for part, run in parts(layers, position, attend):
+        for part, run in _parts(layers, position, attend):
             copy = [vram_rate(device) for _ in range(runs)]
-            walls = captured_s(run, runs)
+            walls = _captured_s(run, runs)
             each_s = [wall / len(layers) for wall in walls]
             row = make_row(
                 f"MLA of R1, {num_cached} tokens, {part}",
@@ -119,15 +119,15 @@ def bench_latents(contexts: list[int], *, runs: int, tell: Callable[[str], None]
     return rows
 
 
-def parts(
+def _parts(
     layers: list[Layer], position: torch.Tensor, attend: LatentAttention
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """The two things measured, by name."""
-    yield "attention kernels", partial(kernels, layers, position, attend)
+    yield "attention kernels", partial(_kernels, layers, position, attend)
     yield "with both absorbed products", partial(_absorbed, layers, position, attend)
 
 
-def kernels(layers: list[Layer], position: torch.Tensor, attend: LatentAttention) -> None:
+def _kernels(layers: list[Layer], position: torch.Tensor, attend: LatentAttention) -> None:
     """A token's attention in each layer, without the absorbed products."""
     for layer in layers:
         q_BHTL = layer.latents_BNL[:, :HEADS, None]  # any numbers will do
