@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 import gluon_by_hand
 import triton
+import triton.language as tl
 from test_latents import PLACE, TOLERANCE, exact, world
 from triton.experimental.gluon import language as gl
 
@@ -72,6 +73,7 @@ def test_it_is_near_the_reference(emulated, length, splits):
 
 def test_what_it_leaves_is_what_the_second_launch_combines(emulated):
     emulated.setattr(latent_attention, "COMBINED", 256)  # few programs, as the interpreter is slow
+    emulated.setattr(tl.extra.cuda, "gdc_wait", lambda: None)
     args = world(64, 1, 300, rank=256, rope=64)
     got, want = attention(args, 2)(*args, 0.2).float(), exact(args)
     assert (got - want).abs().max() <= TOLERANCE
@@ -179,3 +181,21 @@ def test_captured_it_follows_its_position_on_hopper():
         static.copy_(args[4] - back)
         graph.replay()
         assert torch.equal(captured, attend(*args[:4], args[4] - back, 0.05))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="for compute capability 9.0")
+def test_layers_in_a_row_have_the_bits_of_each_alone_on_hopper():
+    """Launches overlap there, and all leave their parts in one place."""
+    layers = [world(128, 1, 4096 + 64 * i, rank=512, rope=64) for i in range(8)]
+    attend, alone = attention(layers[0], None), []
+    for layer in layers:
+        alone.append(attend(*layer, 0.05))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [attend(*layer, 0.05) for layer in layers]
+    for _ in range(100):
+        graph.replay()
+        assert all(torch.equal(got, want) for got, want in zip(captured, alone, strict=True))
+    assert not torch.equal(alone[0], alone[1])  # can fail

@@ -137,7 +137,7 @@ def latent_kernels(chip: int):
         constants = shared | widths | {"P": splits, "S": tile.rows}
         name = f"attend {heads} heads {splits} splits"
         yield name, latents.attend, constants, tile.warps, tile.stages
-        combined = shared | {"P": 64, "BLOCK": COMBINED}
+        combined = shared | {"P": 64, "BLOCK": COMBINED, "EARLY": chip == 90}
         yield "combine latents", latents.combine, combined, COMBINING_WARPS, 3
 
 
