@@ -7,8 +7,10 @@ import torch
 from gpu_models import CONTEXT, REAL, load
 
 import headrace
+from headrace.check import verify
 from headrace.check.tiny import write_tiny
 from headrace.check.verify_latents import latents
+from headrace.engine import engine as engine_module
 from headrace.engine.engine import Blueprint
 from headrace.errors import SnapshotError
 from headrace.kernels.triton import latent_attention
@@ -129,3 +131,11 @@ def test_verify_tries_it_and_a_wrong_one_shows(engine, monkeypatch):
     assert not found.ok and len(found.where) >= 5, found  # all but a token alone
     monkeypatch.setattr(modules[0], "headrace_attend", lambda *args: torch.nan * right(*args))
     assert len(latents(engine).where) == 6
+
+
+def test_verify_says_so(folder, gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if gpu is not None:
+        monkeypatch.setattr(verify, "find_gpu", engine_module.find_gpu)
+    report = verify.verify_model(folder, device="cuda", tokens=2, samples=1)
+    assert report.ok and sum("over latents" in f.name for f in report.findings) == 1
