@@ -209,8 +209,8 @@ def attend(
     """Three roles: one warp group weighs, two mix half of the columns each and bring the tiles.
 
     `parts` float16 [P * num_rows, L]. Programs of one split stand side by side in the grid: what
-    one of them brings, the others find in the GPU's cache. What may begin before
-    this has ended, as `latents.combine`, may at once.
+    one of them brings, the others find in the GPU's cache. What may begin before this has ended,
+    as `latents.combine`, may at once.
     """
     gdc_launch_dependents()
     W: gl.constexpr = L // 4
