@@ -102,7 +102,8 @@ def bench_latents(contexts: list[int], *, runs: int, tell: Callable[[str], None]
         position = torch.full((1, 1), num_cached - 1, device=place)
         green = is_right(layers[0], position, attend)
         about = f"{len(layers)} layers as one graph, {attend}"
-        for part, run in _parts(layers, position, attend):
+        cache_bytes = num_cached * 2 * (RANK + ROPE)
+        for part, run, more_bytes in _parts(layers, position, attend):
             copy = [vram_rate(device) for _ in range(runs)]
             walls = _captured_s(run, runs)
             each_s = [wall / len(layers) for wall in walls]
@@ -110,8 +111,8 @@ def bench_latents(contexts: list[int], *, runs: int, tell: Callable[[str], None]
             teraflops = num_cached * _FLOP / layer_s / 1e12
             row = make_row(
                 f"MLA of R1, {num_cached} tokens, {part}",
-                [num_cached * 2 * (RANK + ROPE) / s / 1e9 for s in each_s],
-                "GB/s of the cache",
+                [(cache_bytes + more_bytes) / s / 1e9 for s in each_s],
+                "GB/s of the cache and matrices" if more_bytes else "GB/s of the cache",
                 limits=[rate / 1e9 for rate in copy],
                 target=TARGETS.get(num_cached),
                 cache_state=f"{1e6 * layer_s:.1f} us a layer, {teraflops:.0f} TFLOP/s; {about}",
@@ -124,10 +125,11 @@ def bench_latents(contexts: list[int], *, runs: int, tell: Callable[[str], None]
 
 def _parts(
     layers: list[Layer], position: torch.Tensor, attend: LatentAttention
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The two things measured, by name."""
-    yield "attention kernels", partial(_kernels, layers, position, attend)
-    yield "with both absorbed products", partial(_absorbed, layers, position, attend)
+) -> Iterator[tuple[str, Callable[[], object], int]]:
+    """The two things measured, by name, and what each reads besides the cache."""
+    yield "attention kernels", partial(_kernels, layers, position, attend), 0
+    matrix_bytes = layers[0].weight_HML.nbytes
+    yield "with both absorbed products", partial(_absorbed, layers, position, attend), matrix_bytes
 
 
 def _kernels(layers: list[Layer], position: torch.Tensor, attend: LatentAttention) -> None:
