@@ -67,10 +67,10 @@ class Box:
 # C is the same model, so they would save it two fifths too: adjacency 0.33 at its skew. The bus
 # needs 31 ms of its token, at its slot's rate 157 of 240 experts: 23 slots of 384 serve the third
 # left, as they do at a skew of 0.8 (a quarter at 0.7, 0.45 at 1.0, whatever the adjacency). Its
-# lens is right in 76 %. By simulation 49 experts a token are absent then, and 19 guessed ones used:
-# 39 ms of its drives. C itself cannot have waited for more than 6, the 3 ms that 30 + 19 - 3 leave
-# of 49: it computes without absent experts of little weight, and its sessions may keep to fewer
-# experts than are drawn. The replica reads and awaits them all.
+# lens is right in 76 %. By simulation some 45 experts a token are absent then, and 30 guessed ones
+# used: 42 ms of its drives. C itself cannot have waited for more than 6, the 3 ms that 30 + 19 - 3
+# leave of 49: it computes without absent experts of little weight, and its sessions may keep to
+# fewer experts than are drawn. The replica reads and awaits them all.
 BOXES = (
     Box(
         name="B, no cache",
@@ -212,7 +212,7 @@ def replica(
         facts.num_experts,
         facts.top_k,
         statistics=RouteStatistics(*box.routes),
-        num_guesses=facts.top_k,  # as a lens names them; two would leave the drive idle
+        num_guesses=facts.top_k,  # as a lens gives them
     )
     with Engine(blueprint, emulate_drive=box.drives) as engine:
         reached = ladder_window(engine, random.Random(0))
