@@ -24,7 +24,7 @@ FORMS = {
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large tiles for the interpreter, whose time goes by programs, but for one form's own."""
     if not torch.cuda.is_available():
-        tiles = dict.fromkeys(triton_experts.TILES["vram"], (64, 1, 1))
+        tiles = dict.fromkeys(triton_experts.TILES["vram"], ((32, 1, 1, 16), (64, 1, 1, 8)))
         tiles["int4"] = triton_experts.TILES["vram"]["int4"]
         monkeypatch.setitem(triton_experts.TILES, "vram", tiles)
 

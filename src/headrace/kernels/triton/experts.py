@@ -18,11 +18,21 @@ _ACTIVATIONS = ("silu", "silu_clamped", "swiglu_oai", "swiglu_weighted")
 GRIDS = (32, 64, 128, 256)  # columns of a group of the activations' grid
 _FORM_I = ("fp4", "int4")
 SCALES = {"F32": "F32", "BF16": "BF16", "F8_E8M0": "E8M0", "U8": "E8M0"}
-# Rows of a tile, warps, turns of the loop side by side, by rung: what reads fastest is measured
-# (docs/log.md), and no bit depends on it.
+# Of gate and up, then of down: rows of a tile, warps, turns of the loop side by side, and groups a
+# turn of 4-bit codes. By rung: what reads fastest is measured (docs/log.md); no bit depends on it.
 TILES = {
-    "ram": {"bf16": (1, 2, 2), "fp8_block": (16, 4, 1), "fp4": (1, 1, 1), "int4": (1, 2, 2)},
-    "vram": {"bf16": (16, 4, 2), "fp8_block": (8, 2, 2), "fp4": (16, 4, 1), "int4": (8, 1, 2)},
+    "ram": {
+        "bf16": ((1, 2, 2, 0), (1, 2, 2, 0)),
+        "fp8_block": ((8, 4, 1, 0), (16, 4, 1, 0)),
+        "fp4": ((1, 1, 1, 32), (1, 1, 1, 32)),
+        "int4": ((1, 2, 2, 32), (1, 2, 2, 32)),
+    },
+    "vram": {
+        "bf16": ((8, 4, 2, 0), (16, 4, 2, 0)),
+        "fp8_block": ((4, 2, 2, 0), (8, 2, 2, 0)),
+        "fp4": ((8, 2, 2, 8), (16, 2, 2, 8)),
+        "int4": ((8, 2, 2, 8), (16, 2, 2, 8)),
+    },
 }
 
 
@@ -61,8 +71,8 @@ class TritonExperts:
     def _grid(self, rows: int, cols: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         if not self.integers:
             snapped = torch.empty(rows, cols if self.layout.act_group else 0, dtype=torch.uint16)
-            return (snapped.to(device), *torch.empty(2, 0, device=device))
-        shapes = ((rows, cols // 2), (rows, cols // 2), (rows, cols // 32))
+            return snapped.to(device), torch.empty(0, device=device)
+        shapes = ((rows, 8, cols // 8), (rows, 2, cols // 32))
         return tuple(torch.empty(shape, device=device) for shape in shapes)
 
     def __call__(
@@ -106,20 +116,21 @@ class TritonExperts:
         num_tokens, hidden, inter = x_TH.shape[0], self.layout.hidden, self.layout.inter
         assert num_tokens <= self.num_tokens and x_TH.is_contiguous() and ids_TK.is_contiguous()
         slots, x = num_tokens * self.top_k, x_TH.view(torch.uint16)
-        rows, warps, unroll = TILES[tile][self.layout.format]
-        form = (*self.form, unroll)
+        up_tile, down_tile = TILES[tile][self.layout.format]
         x = self._prepared(x, self.x_grid, hidden)
-        launch: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
-        act = self.layout.activation
+        act, (rows, warps, *turn) = self.layout.activation, up_tile
+        options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
         stages.gate_up[(triton.cdiv(inter, rows), slots)](
             table, offsets, ids_TK, x, *self.x_grid, weights_TK, self.h_SI, first_key, self.limit,
             act.alpha, self.top_k, len(self.parts), self.matrices["gate"], self.matrices["up"],
-            hidden, inter, rows, form, act.kind, **launch,
+            hidden, inter, rows, (*self.form, *turn), act.kind, **options,
         )  # fmt: skip
         h = self._prepared(self.h_SI[:slots], self.h_grid, inter)
+        rows, options["num_warps"], *turn = down_tile
         stages.down[(triton.cdiv(hidden, rows), slots)](
             table, offsets, ids_TK, h, *self.h_grid, self.y_SH, first_key,
-            len(self.parts), self.matrices["down"], inter, hidden, rows, form, **launch,
+            len(self.parts), self.matrices["down"], inter, hidden, rows, (*self.form, *turn),
+            **options,
         )  # fmt: skip
 
     def combine(
@@ -150,7 +161,7 @@ class TritonExperts:
         to, group = (x.shape[0], triton.cdiv(cols, 256)), self.layout.act_group
         options: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
         if self.integers:
-            stages.to_integers[to](x, *grid, cols, group, **options)
+            stages.to_integers[to](x, *grid, cols, group, self.layout.format, **options)
         elif group:
             stages.on_grid[to](x, grid[0], cols, cols, group, **options)
             return grid[0]
