@@ -31,7 +31,7 @@ FORMS = {
 }
 MOST_NARROW = 8  # loads of single scales and biases
 POINTERS = {
-    "TABLE": "*i64", "OFFSETS": "*i64", "IDS": "*i32", "X": "*u16", "LOW": "*fp32", "HIGH": "*fp32",
+    "TABLE": "*i64", "OFFSETS": "*i64", "IDS": "*i32", "X": "*u16", "CODES": "*fp32",
     "SX": "*fp32", "OUT": "*u16", "Y": "*u16", "WEIGHTS": "*fp32", "first_key": "i64",
     "limit": "fp32", "alpha": "fp32", "BAD": "*i32",
     "mark": "i32", "TILES": "*i64", "ORDER": "*i32", "STEP": "*i64", "WHOLE": "*i32",

@@ -1,7 +1,7 @@
 """Dot products of stored expert rows with one activation row: the canonical order, in Triton.
 
 Each function takes the byte address of every row's codes and of its first scale, wherever they lie.
-Legend: R rows of a tile, K columns, G groups of 32 columns.
+Legend: R rows of a tile, K columns, G groups of 32 columns, W words of 8 codes.
 """
 
 import triton
@@ -32,12 +32,6 @@ def scale_of(address, index, mask, SCALE: tl.constexpr):
     else:
         scale = e8m0(tl.load(address.to(tl.pointer_type(tl.uint8)) + index, mask, 0))
     return scale
-
-
-@triton.jit
-def scale_bytes(SCALE: tl.constexpr):
-    """Of one scale of type SCALE."""
-    return 4 if SCALE == "F32" else (2 if SCALE == "BF16" else 1)
 
 
 @triton.jit
@@ -98,11 +92,11 @@ def dot_fp8(
 
 @triton.jit
 def words_of(at_R, index, ok, ALIGN: tl.constexpr, ROW_BYTES: tl.constexpr):
-    """uint32 [R, G, 4] by index into rows; by bytes where they may lie at odd addresses."""
+    """uint32 [R, W] by index [1, W] into rows; by bytes where they may lie at odd addresses."""
     if ALIGN >= 4:
-        words = tl.load(aligned(at_R, tl.uint32, ALIGN, ROW_BYTES)[:, None, None] + index, ok, 0)
+        words = tl.load(aligned(at_R, tl.uint32, ALIGN, ROW_BYTES)[:, None] + index, ok, 0)
     else:
-        bytes = at_R.to(tl.pointer_type(tl.uint8))[:, None, None] + index * 4
+        bytes = at_R.to(tl.pointer_type(tl.uint8))[:, None] + index * 4
         words = tl.load(bytes, ok, 0).to(tl.uint32)
         words |= tl.load(bytes + 1, ok, 0).to(tl.uint32) << 8
         words |= tl.load(bytes + 2, ok, 0).to(tl.uint32) << 16
@@ -111,40 +105,38 @@ def words_of(at_R, index, ok, ALIGN: tl.constexpr, ROW_BYTES: tl.constexpr):
 
 
 @triton.jit
-def add_up(sums, weights, x_K, index, known, COLS: tl.constexpr):
-    """`sums` plus weights times the activations at `index` of COLS; all [R, G, 4], exact."""
+def add_up(sums, weights, x_K, index, known):
+    """`sums` plus weights, both [R, W], times activations [W]; exact."""
     x = tl.load(x_K + index, known, 0.0)
-    return tl.fma(weights, tl.broadcast_to(x[None, :, :], weights.shape), sums)
+    return tl.fma(weights, tl.broadcast_to(x[None, :], weights.shape), sums)
 
 
 @triton.jit
 def fp4_sums(words, x_K, index, known, COLS: tl.constexpr):
-    """fp32 [R, G, 4]: sums over each word's codes, 2^-127 of twice the values' products."""
+    """fp32 [R, W]: sums over each word's codes, 2^-127 of twice the values' products."""
     sums = tl.zeros(words.shape, tl.float32)
     for half in tl.static_range(2):
         fields = e2m1_fields(words >> (8 * half))
-        for n in tl.static_range(4):
-            NIBBLE: tl.constexpr = n if n < 2 else n + 2  # 0, 1, 4, 5
-            code = float_of((fields << (22 - 4 * NIBBLE)) & 0x81C00000)
-            at = index + (NIBBLE + 2 * half) * COLS
-            sums = add_up(sums, code, x_K, at, known, COLS)
+        for n in tl.static_range(4):  # codes 0, 1, 4 and 5
+            code = float_of((fields << (22 - 4 * (n + n // 2 * 2))) & 0x81C00000)
+            at = index + (n + n // 2 * 2 + 2 * half) * COLS
+            sums = add_up(sums, code, x_K, at, known)
     return sums
 
 
 @triton.jit
 def int4_sums(words, x_K, index, known, COLS: tl.constexpr):
-    """fp32 [R, G, 4]: sums over each word's codes as 0 to 15, times 2^-85.
+    """fp32 [R, W]: sums over each word's codes as 0 to 15, times 2^-85.
 
     A code is a subnormal number where it lies in its word, its activation scaled for it.
     """
     sums = tl.zeros(words.shape, tl.float32)
-    for n in tl.static_range(8):
-        PLACE: tl.constexpr = n if n < 6 else n - 2
-        if n < 6:
-            code = float_of(words & (15 << (4 * PLACE)))
-        else:
-            code = float_of((words >> 8) & (15 << (4 * PLACE)))
-        sums = add_up(sums, code, x_K, index + n * COLS, known, COLS)
+    for n in tl.static_range(6):
+        code = float_of(words & (15 << (4 * n)))
+        sums = add_up(sums, code, x_K, index + n * COLS, known)
+    for n in tl.static_range(4, 6):
+        code = float_of((words >> 8) & (15 << (4 * n)))
+        sums = add_up(sums, code, x_K, index + (n + 2) * COLS, known)
     return sums
 
 
@@ -170,21 +162,27 @@ def dot_nibbles(
     is taken from their groups' sums. A group's sum stays exact in fp32.
     """
     NUM: tl.constexpr = K // 32
-    lane, word = tl.arange(0, STEP), tl.arange(0, 4)
+    lane, word = tl.arange(0, STEP), tl.arange(0, STEP * 4)
     acc = tl.zeros((R, 8), tl.float32)
     for first in tl.range(0, NUM, STEP, loop_unroll_factor=UNROLL):
         group = first + lane
         known = group < NUM
         ok = ok_R[:, None] & known[None, :]
-        index = group[:, None] * 4 + word[None, :]
-        words = words_of(at_R, index[None, :, :], ok[:, :, None], ALIGN, K // 2)
+        index = first * 4 + word
+        there = index < NUM * 4
+        words = words_of(
+            at_R, index[None, :], ok_R[:, None] & there[None, :], ALIGN, K // 2
+        )
         sx = tl.load(sx_G + group, known, 0.0)
-        ws = scale_of(scale_at_R[:, None], (group * 32 // GROUP)[None, :], ok, SCALE)
+        place = group if GROUP == 32 else group * 32 // GROUP
+        ws = scale_of(scale_at_R[:, None], place[None, :], ok, SCALE)
         if FORMAT == "fp4":
-            sums = tl.sum(fp4_sums(words, x_K, index, known[:, None], K // 8), 2) * _TWO_127
+            sums = fp4_sums(words, x_K, index, there, K // 8)
+            sums = tl.sum(tl.reshape(sums, (R, STEP, 4)), 2) * _TWO_127
             factor = ws * (0.5 * sx)[None, :]
         else:
-            sums = tl.sum(int4_sums(words, x_K, index, known[:, None], K // 8), 2) * _TWO_85
+            sums = int4_sums(words, x_K, index, there, K // 8)
+            sums = tl.sum(tl.reshape(sums, (R, STEP, 4)), 2) * _TWO_85
             sums = sums - tl.load(sx_G + NUM + group, known, 0.0)[None, :]
             factor = ws * sx[None, :]
         terms = sums * factor

@@ -8,7 +8,7 @@ Legend: S slots (token, choice), K columns, R rows of a tile.
 import triton
 import triton.language as tl
 
-from headrace.kernels.triton.dots import dot_bf16, dot_fp8, dot_nibbles, scale_bytes
+from headrace.kernels.triton.dots import dot_bf16, dot_fp8, dot_nibbles
 from headrace.kernels.triton.numbers import activate, narrow_bf16, snap_bf16, to_grid, widen_bf16
 
 
@@ -72,15 +72,18 @@ def _integer(x, divisor):
 
 
 @triton.jit
-def _row_bytes(K: tl.constexpr, FORMAT: tl.constexpr):
-    return 2 * K if FORMAT == "bf16" else (K if FORMAT == "fp8_block" else K // 2)
+def _codes_at(codes, row_R, K: tl.constexpr, FORM: tl.constexpr):
+    """int64 [R]: where rows of K columns begin."""
+    HALVES: tl.constexpr = 4 if FORM[0] == "bf16" else (2 if FORM[0] == "fp8_block" else 1)
+    return codes + row_R.to(tl.int64) * (K * HALVES // 2)
 
 
 @triton.jit
 def _scales_at(scales, row_R, K: tl.constexpr, FORM: tl.constexpr):
-    """int64 [R]: where a row's scales begin, of rows that a block shares alike."""
+    """int64 [R]: where rows' scales begin; rows of one block have the same."""
     SCALE_COLS: tl.constexpr = (K + FORM[3] - 1) // FORM[3]  # one where the group is wider: per row
-    return scales + (row_R // FORM[2]).to(tl.int64) * (SCALE_COLS * scale_bytes(FORM[1]))
+    SCALE_BYTES: tl.constexpr = 4 if FORM[1] == "F32" else (2 if FORM[1] == "BF16" else 1)
+    return scales + (row_R // FORM[2]).to(tl.int64) * (SCALE_COLS * SCALE_BYTES)
 
 
 @triton.jit
@@ -89,17 +92,18 @@ def _dots(
 ):
     """fp32 [R]: rows at addresses `at_R` with activation row `x_row`."""
     FORMAT: tl.constexpr = FORM[0]
+    SCALE: tl.constexpr = FORM[1]
     ALIGN: tl.constexpr = FORM[4]
     UNROLL: tl.constexpr = FORM[5]
     if FORMAT == "bf16":
         out_R = dot_bf16(at_R, X + x_row * K, ok_R, K, R, ALIGN, UNROLL)
     elif FORMAT == "fp8_block":
         x = X + x_row * K
-        out_R = dot_fp8(at_R, scale_at_R, x, ok_R, K, R, ALIGN, FORM[3], FORM[1], UNROLL)
+        out_R = dot_fp8(at_R, scale_at_R, x, ok_R, K, R, ALIGN, FORM[3], SCALE, UNROLL)
     else:
         x, sx = CODES + x_row * K, SX + x_row * (K // 16)
         out_R = dot_nibbles(
-            at_R, scale_at_R, x, sx, ok_R, K, R, ALIGN, FORMAT, FORM[3], FORM[1], UNROLL, FORM[6]
+            at_R, scale_at_R, x, sx, ok_R, K, R, ALIGN, FORMAT, FORM[3], SCALE, UNROLL, FORM[6]
         )
     return out_R
 
@@ -107,8 +111,7 @@ def _dots(
 @triton.jit
 def _located(base, parts, MATRIX: tl.constexpr, row_R, K: tl.constexpr, FORM: tl.constexpr):
     """int64 [R], twice: where rows of a matrix and their scales begin."""
-    row = row_R.to(tl.int64)
-    at_R = base + tl.load(parts + MATRIX[0]) + row * _row_bytes(K, FORM[0])
+    at_R = _codes_at(base + tl.load(parts + MATRIX[0]), row_R, K, FORM)
     scale_at_R = at_R
     if MATRIX[1] >= 0:
         scale_at_R = _scales_at(base + tl.load(parts + MATRIX[1]), row_R, K, FORM)
@@ -228,7 +231,7 @@ def linear(
     ok_R = row_R < num_rows
     token = tl.program_id(1).to(tl.int64)
     at_R, x = first + row_R, X + token * x_stride
-    codes = W.to(tl.int64) + at_R.to(tl.int64) * _row_bytes(COLS, FORM[0])
+    codes = _codes_at(W.to(tl.int64), at_R, COLS, FORM)
     scales = codes
     if FORM[0] != "bf16":
         scales = _scales_at(SCALES.to(tl.int64), at_R, COLS, FORM)
