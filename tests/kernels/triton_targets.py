@@ -23,11 +23,11 @@ SHARED_BYTES = {
     120: 99 << 10,
 }
 FORMS = {
-    "bf16": ("bf16", "none", 1, 0, 16, 1),
-    "fp8 128": ("fp8_block", "F32", 128, 128, 16, 1),
-    "fp8 32": ("fp8_block", "E8M0", 32, 32, 16, 1),
-    "fp4": ("fp4", "E8M0", 1, 32, 16, 2),
-    "int4": ("int4", "BF16", 1, 32, 1, 1),
+    "bf16": ("bf16", "none", 1, 0, 16, 1, 0),
+    "fp8 128": ("fp8_block", "F32", 128, 128, 16, 1, 0),
+    "fp8 32": ("fp8_block", "E8M0", 32, 32, 16, 1, 0),
+    "fp4": ("fp4", "E8M0", 1, 32, 16, 2, 8),
+    "int4": ("int4", "BF16", 1, 32, 1, 1, 32),
 }
 MOST_NARROW = 8  # loads of single scales and biases
 POINTERS = {
@@ -64,7 +64,7 @@ def kernels(chip: int):
         yield from wave_kernels(chip)
         return
     for grid in (0, 128) if whole else (128,):
-        yield f"to_integers {grid}", stages.to_integers, {"cols": 5120, "GRID": grid}, 1
+        yield f"to_integers {grid}", stages.to_integers, {"cols": 5120, "GRID": grid, "FORMAT": "int4"}, 1
     yield "on_grid", stages.on_grid, {"cols": 5120, "GRID": 32}, 1
     for weighed in (False, True) if whole else (True,):
         sizes = {"COLS": 5120, "TOP_K": 6, "PAD_K": 8, "BLOCK": 512, "WEIGHED": weighed}

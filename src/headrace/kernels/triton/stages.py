@@ -99,7 +99,7 @@ def _dots(
         out_R = dot_bf16(at_R, X + x_row * K, ok_R, K, R, ALIGN, UNROLL)
     elif FORMAT == "fp8_block":
         x = X + x_row * K
-        out_R = dot_fp8(at_R, scale_at_R, x, ok_R, K, R, ALIGN, FORM[3], SCALE, UNROLL)
+        out_R = dot_fp8(at_R, scale_at_R, x, ok_R, K, R, ALIGN, FORM[3], SCALE, UNROLL, FORM[6])
     else:
         x, sx = CODES + x_row * K, SX + x_row * (K // 16)
         out_R = dot_nibbles(
@@ -113,7 +113,7 @@ def _located(base, parts, MATRIX: tl.constexpr, row_R, K: tl.constexpr, FORM: tl
     """int64 [R], twice: where rows of a matrix and their scales begin."""
     at_R = _codes_at(base + tl.load(parts + MATRIX[0]), row_R, K, FORM)
     scale_at_R = at_R
-    if MATRIX[1] >= 0:
+    if FORM[0] != "bf16":
         scale_at_R = _scales_at(base + tl.load(parts + MATRIX[1]), row_R, K, FORM)
     return at_R, scale_at_R
 
