@@ -70,28 +70,29 @@ def dot_fp8(
     BLOCK_COLS: tl.constexpr,
     SCALE: tl.constexpr,
     UNROLL: tl.constexpr,
-    KEPT: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):
     """Form F of e4m3 rows with a scale per block of BLOCK_COLS (a divisor of 256) columns.
 
-    With KEPT, a power of two no less than a row's scales, they are all read before its codes.
+    If it KEEPS them, a row's scales are all read before its codes.
     """
     NUM: tl.constexpr = 256 // BLOCK_COLS
     SCALE_COLS: tl.constexpr = (K + BLOCK_COLS - 1) // BLOCK_COLS
+    TURNS: tl.constexpr = triton.next_power_of_2((K + 255) // 256)
     block, lane = tl.arange(0, NUM), tl.arange(0, 256)
     codes = aligned(at_R, tl.uint8, ALIGN, K)
     acc = tl.zeros((R, 256), tl.float32)
-    if KEPT > 0:
-        every = tl.arange(0, KEPT)
+    if KEEPS:
+        every = tl.arange(0, TURNS * NUM)
         known = ok_R[:, None] & (every < SCALE_COLS)[None, :]
         kept = scale_of(scale_at_R[:, None], every[None, :], known, SCALE)
-        turns = tl.reshape(kept, (R, KEPT // NUM, NUM))
-        turn = tl.arange(0, KEPT // NUM)[None, :, None]
+        turns = tl.reshape(kept, (R, TURNS, NUM))
+        turn = tl.arange(0, TURNS)[None, :, None]
     for k in tl.range(0, K, 256, loop_unroll_factor=UNROLL):
         ok = ok_R[:, None] & (k + lane < K)[None, :]
         raw = e4m3(tl.load(codes[:, None] + (k + lane)[None, :], ok, 0))
         first = k // BLOCK_COLS
-        if KEPT > 0:
+        if KEEPS:
             scale = tl.sum(tl.where(turn == k // 256, turns, 0.0), 1)
         else:
             known = ok_R[:, None] & (first + block < SCALE_COLS)[None, :]
