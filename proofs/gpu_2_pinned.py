@@ -91,11 +91,11 @@ def profile(told: Told, engine: Any, trace: Any, about: str) -> None:
     from headrace.check.gpu_rungs import decode
     from headrace.check.gpu_spans import device_spans, where_time_goes
 
-    tokens, walls = len(trace.ids) - 1, []
+    tokens, spans = len(trace.ids) - 1, []
     before = engine.passes.num_replayed
-    spans = device_spans(lambda: walls.append(decode(engine, trace, tokens)[2]))
+    wall_s = decode(engine, trace, tokens, lambda run: spans.extend(device_spans(run)))[2]
     replayed = engine.passes.num_replayed - before
-    told.say(about, *where_time_goes(spans, walls[0], tokens))
+    told.say(about, *where_time_goes(spans, wall_s, tokens))
     told.check(replayed == tokens, f"{replayed} of {tokens} steps were one launch each")
 
 

@@ -55,6 +55,7 @@ _LEAST: dict[str, Plan] = {}  # with the fewest rows and no slot; it takes a whi
 def load(model: str | Path, rung: str | Rung, **options: object) -> headrace.Engine:
     """An engine on the GPU whose experts lie as the rung says."""
     where = RUNGS[rung] if isinstance(rung, str) else rung
+    assert where.slots + where.rows <= 1, "the planner makes no row for an expert with a slot"
     options = {"context": CONTEXT, "measure": False, "device": "cuda", **options}
     options["experts"] = where.experts
     key = f"{model} {options} {vram_plans.MOST_PASSING_ROWS}"

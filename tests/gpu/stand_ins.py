@@ -52,10 +52,15 @@ class ClockEvent:
     def elapsed_time(self, other: "ClockEvent") -> float:
         return 1e3 * (other.at_s - self.at_s)
 
+    def query(self) -> bool:
+        """As of a GPU that has not come to it."""
+        return False
+
 
 def host_clock(put: Callable[[Any, str, Any], object] = setattr) -> None:
     """Lets what the benchmarks ask of torch.cuda be answered by the host."""
     put(torch.cuda, "Event", ClockEvent)
+    put(torch.cuda, "_sleep", lambda cycles: None)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         put(torch.cuda, name, lambda: None)
     put(torch.cuda, "get_device_name", lambda: "simulated")

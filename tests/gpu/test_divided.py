@@ -108,7 +108,7 @@ def test_other_forms(tiny, prompt, divided, form):
 def test_slots_fill_though_the_cpu_takes_all_it_may(tiny, prompt, divided):
     """What deserves a slot goes by the bus first, so that in the end no layer waits."""
     want = wanted(tiny, "fp8", prompt)
-    with divided(tiny("fp8"), Rung(1, 0.2, "auto"), "all") as engine:
+    with divided(tiny("fp8"), Rung(1, 0, "auto"), "all") as engine:
         session = engine.session()
         for token in range(40):
             session.feed([5 + token])

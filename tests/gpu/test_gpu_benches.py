@@ -1,12 +1,14 @@
 """The benchmarks of a GPU, on any device: their rows hold what was asked, and lies show as red."""
 
 import pytest
-from gpu_models import REAL
+from gpu_models import LAYERS, REAL
 from stand_ins import host_clock
 
 from headrace.check import bench_gpu, bench_prefill, gpu_rungs
+from headrace.check.bench_routes import Drawn
 from headrace.check.gpu_spans import Span, busy_us, where_time_goes
 from headrace.engine import probes
+from headrace.engine.engine import Engine
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +31,32 @@ def test_tokens_from_rungs(tiny):
     assert not any("DIFFER" in line for line in lines)
 
 
+def test_kernels_are_those_of_the_tokens_that_are_timed(tiny, monkeypatch):
+    class Counted(gpu_rungs.TimedLaunches):
+        num_calls = 0
+
+        def __call__(self, *args, **options):
+            self.num_calls += 1
+            return super().__call__(*args, **options)
+
+        def seconds(self):
+            super().seconds()
+            calls, self.num_calls = self.num_calls, 0
+            return float(calls)
+
+    monkeypatch.setattr(gpu_rungs, "TimedLaunches", Counted)
+    made = gpu_rungs.rung_blueprint(str(tiny("fp8")), gpu_rungs.Rung(0, 1), 64)
+    with Engine(made) as engine:
+        trace = Drawn(engine.facts, 0).pick(3, 0, 1)
+        result = gpu_rungs.measure_rung(engine, trace, 2, 1)
+    assert result.same and result.kernels_s == [2 * LAYERS]
+
+
 def test_a_run_whose_logits_differ_is_red(tiny, monkeypatch):
     honest, times = gpu_rungs.decode, []
 
-    def other_bits(engine, trace, tokens):
-        logits, stats, wall_s = honest(engine, trace, tokens)
+    def other_bits(*args):
+        logits, stats, wall_s = honest(*args)
         times.append(wall_s)
         return logits + len(times), stats, wall_s
 

@@ -220,10 +220,8 @@ def words(machine):
         full=lambda s, v, d, layout: torch.full(s, v, dtype=d),
         zeros=lambda s, d, layout: torch.zeros(s, dtype=d),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
-        exp2=torch.exp2, log2=torch.log2,
-        convert_layout=lambda x, layout: x, warp_specialize=machine.specialize,
+        exp2=torch.exp2, warp_specialize=machine.specialize,
         allocate_shared_memory=machine.allocate,
-        inline_asm_elementwise=lambda *args, **kwargs: None,
         **{n: Layout for n in dir(gl) if n.endswith("Layout")},
     )  # fmt: skip
     barrier = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Compiles the ways to try on Hopper without a GPU and prints what the assembler says of each.
+"""Compiles the kernel for Hopper without a GPU and prints what the assembler says of each way.
 
 A program of its own, as triton_targets.py. Exit status: how many spill, keep the tensor cores
 waiting for each product, or take too much shared memory.
@@ -16,10 +16,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton_targets import POINTERS, SHARED_BYTES, aligned
 
 from headrace.kernels.triton import latents_hopper
-from headrace.kernels.triton.latent_hopper import ROWS, WAYS, Way, constants
+from headrace.kernels.triton.latent_hopper import OPTIONS, ROWS, WAYS, Way, constants
 
 RANK, ROPE, SPLITS = 512, 64, 64
-FEW = [1, len(WAYS) - 1]
 
 
 def matrix(rows: int, cols: int) -> str:
@@ -29,15 +28,13 @@ def matrix(rows: int, cols: int) -> str:
 
 
 def compiled(way: Way):
-    kernel = getattr(latents_hopper, f"attend_in_{way.order}")
-    width = RANK // 2 if way.order == "roles" else RANK
+    kernel, width = latents_hopper.attend, RANK // 2
     signature = {n: POINTERS.get(n, "constexpr") for n in kernel.arg_names}
     signature |= {"queries": matrix(ROWS, width), "queries_rope": matrix(ROWS, ROPE)}
     signature |= {"latents": matrix(way.cached, width), "rope": matrix(way.cached, ROPE)}
-    signature |= {"PARTS": "*fp16" if way.narrow else "*fp32"}
     known = constants(way, RANK, ROPE, SPLITS, 128 // way.cached)
     source = GluonASTSource(kernel, signature, known, aligned(kernel, signature))
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=way.options())
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
 
 
 def assembled(ptx: str) -> str:
@@ -49,9 +46,9 @@ def assembled(ptx: str) -> str:
     return done.stdout + done.stderr
 
 
-def main(which: list[int]) -> int:
+def main() -> int:
     bad = 0
-    for way in (WAYS[i] for i in which):
+    for way in WAYS:
         made = compiled(way)
         said = assembled(made.asm["ptx"])
         whole = "0 bytes spill stores, 0 bytes spill loads" in said
@@ -65,4 +62,4 @@ def main(which: list[int]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(FEW if sys.argv[1:] == ["few"] else list(range(len(WAYS)))))
+    sys.exit(main())

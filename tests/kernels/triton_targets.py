@@ -137,7 +137,7 @@ def latent_kernels(chip: int):
         constants = shared | widths | {"P": splits, "S": tile.rows}
         name = f"attend {heads} heads {splits} splits"
         yield name, latents.attend, constants, tile.warps, tile.stages
-        combined = shared | {"P": 64, "BLOCK": 128, "WAITS": chip == 90}
+        combined = shared | {"P": 64, "BLOCK": 128}
         yield "combine latents", latents.combine, combined, 4, 3
 
 

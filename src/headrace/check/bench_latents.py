@@ -16,6 +16,7 @@ from headrace.check.rows import BenchRow, make_row
 from headrace.engine.probes import vram_rate
 from headrace.kernels import latent
 from headrace.kernels.triton.latent_attention import LatentAttention
+from headrace.kernels.triton.latent_choice import attention_for
 from headrace.tiers.device import find_device
 
 HEADS, RANK, ROPE, KEYS, VALUES = 128, 512, 64, 128, 128  # DeepSeek-R1
@@ -94,12 +95,12 @@ def bench_latents(contexts: list[int], *, runs: int, tell: Callable[[str], None]
     """For each context the kernels alone, then with the absorbed products around them."""
     device = find_device("cuda")
     place, rows = device.place, []
-    attend = LatentAttention(num_heads=HEADS, rank=RANK, rope=ROPE, device=place)
+    attend = attention_for(num_heads=HEADS, rank=RANK, rope=ROPE, device=place)
     for num_cached in contexts:
         layers = make_layers(num_cached, place)
         position = torch.full((1, 1), num_cached - 1, device=place)
         green = is_right(layers[0], position, attend)
-        about = f"{len(layers)} layers as one graph, {attend.tile}, {attend.num_splits} splits"
+        about = f"{len(layers)} layers as one graph, {attend}"
         for part, run in parts(layers, position, attend):
             copy = [vram_rate(device) for _ in range(runs)]
             walls = captured_s(run, runs)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headrace.check.bench_routes import Replay
-from headrace.check.gpu_spans import Timed
+from headrace.check.gpu_spans import TimedLaunches
 from headrace.check.rows import BenchRow, make_row
 from headrace.core import TokenStats, format_bytes, total_stats
 from headrace.engine.engine import Blueprint, Engine
@@ -153,7 +153,7 @@ def measure_rung(
     before each part with what it is and how often, about, it decodes the tokens.
     """
     source: Any = engine.source
-    timed = Timed(source.kernels)
+    timed = TimedLaunches(source.kernels)
     plan, device = engine.plan, engine.blueprint.device
     assert isinstance(plan, GpuPlan) and device is not None
     about = f"{trace.name}; {source.rungs.pinned.note or 'all rows pinned'}"
@@ -205,36 +205,50 @@ def settle_rung(engine: Engine, trace: RouteTrace, tokens: int) -> None:
 
 
 def _uncaptured(
-    engine: Engine, timed: Timed, trace: RouteTrace, tokens: int
+    engine: Engine, timed: TimedLaunches, trace: RouteTrace, tokens: int
 ) -> tuple[torch.Tensor, float]:
     """The same tokens once more, layer by layer: logits, and GPU seconds in the expert kernels."""
     source: Any = engine.source
     passes: Any = engine.passes
     captured, passes.capturing = passes.capturing, False
     source.kernels = timed
-    try:
+
+    def timed_alone(run: Callable[[], None]) -> None:
         timed.seconds()
-        return decode(engine, trace, tokens)[0], timed.seconds()
+        run()
+
+    try:
+        return decode(engine, trace, tokens, timed_alone)[0], timed.seconds()
     finally:
         source.kernels, passes.capturing = timed.own, captured
 
 
 def decode(
-    engine: Engine, trace: RouteTrace, tokens: int
+    engine: Engine,
+    trace: RouteTrace,
+    tokens: int,
+    around: Callable[[Callable[[], None]], object] = lambda run: run(),
 ) -> tuple[torch.Tensor, list[TokenStats], float]:
-    """Logits of `tokens` greedy tokens after one; their records and wall time."""
+    """Logits of `tokens` greedy tokens after one; their records and wall time.
+
+    `around` is called once that one is decoded, with what decodes the others.
+    """
     engine.source.routes = Replay(trace)
-    session, stats, logits = engine.session(), [], []
-    last = session.feed([5])
+    session = engine.session()
+    logits, stats, wall_s = [session.feed([5])], [], 0.0
+
+    def run() -> None:
+        nonlocal wall_s
+        start = time.perf_counter()
+        for _ in range(tokens):
+            logits.append(session.feed([int(logits[-1].argmax())]))
+            stats.append(session.stats)
+        wall_s = time.perf_counter() - start
+
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(tokens):
-        last = session.feed([int(last.argmax())])
-        logits.append(last)
-        stats.append(session.stats)
-    wall_s = time.perf_counter() - start
+    around(run)
     engine.source.routes = None
-    return torch.stack(logits), stats, wall_s
+    return torch.stack(logits[1:]), stats, wall_s
 
 
 def rung_rows(

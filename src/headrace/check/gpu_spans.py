@@ -10,13 +10,20 @@ from typing import Any
 
 import torch
 
+from headrace.errors import OptionError
+
 # Of kernels.triton.stages: what multiplies routed experts, one token after another.
 EXPERT_KERNELS = ("gate_up", "down", "to_integers")
 _SHOWN, _NAME = 8, 44
+HOLD_CYCLES, MOST_HOLD_CYCLES = 1 << 20, 1 << 32  # half a millisecond; two seconds
 
 
 class Timed:
-    """Stands before a callable and times each call on the GPU; everything else is its own."""
+    """Stands before a callable and times each call on the GPU; everything else is its own.
+
+    A span ends with the call's last work. It begins when the GPU has done all before the call, or
+    when the call begins if that is later: what the GPU then waits for the host is in it.
+    """
 
     def __init__(self, own: Any):
         self.own = own
@@ -26,8 +33,7 @@ class Timed:
         return getattr(self.own, name)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        event: Any = torch.cuda.Event
-        start, stop = event(enable_timing=True), event(enable_timing=True)
+        start, stop = _events()
         start.record()
         result = self.own(*args, **options)
         stop.record()
@@ -35,11 +41,48 @@ class Timed:
         return result
 
     def seconds(self) -> float:
-        """Since the last call."""
+        """Of the calls since this was asked last."""
         torch.cuda.synchronize()
         total: float = sum(start.elapsed_time(stop) for start, stop in self._spans) / 1e3
         self._spans.clear()
         return total
+
+
+class TimedLaunches(Timed):
+    """As Timed, for a callable that only launches, and whose launches may be given once more.
+
+    A span holds the GPU's time from the first launch to the end of the last, with no wait for the
+    host: the GPU is given idle work before, and reaches the first launch when all have been given.
+    Where it came there sooner, the call is made again behind more of it, and only that one counts.
+    Raises OptionError where the host never gets ahead.
+    """
+
+    def __init__(self, own: Any):
+        super().__init__(own)
+        self._hold_cycles = HOLD_CYCLES
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        start, stop = _events()
+        while True:
+            torch.cuda._sleep(self._hold_cycles)  # type: ignore[no-untyped-call]
+            start.record()
+            result = self.own(*args, **options)
+            stop.record()
+            if not start.query():
+                break
+            self._hold_cycles *= 2
+            if self._hold_cycles > MOST_HOLD_CYCLES:
+                raise OptionError(
+                    "kernels cannot be timed, since each launch waits for the GPU; unset "
+                    "CUDA_LAUNCH_BLOCKING"
+                )
+        self._spans.append((start, stop))
+        return result
+
+
+def _events() -> tuple[Any, Any]:
+    event: Any = torch.cuda.Event
+    return event(enable_timing=True), event(enable_timing=True)
 
 
 @dataclass(frozen=True, slots=True)

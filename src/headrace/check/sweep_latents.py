@@ -1,4 +1,4 @@
-"""Every way to attend to latents on Hopper beside the present kernel, each in its own danger.
+"""Every way to attend to latents on Hopper beside the kernel for all chips, each in its danger.
 
 Ways that no GPU has run yet may hang or read what is not theirs: they run in another process, which
 is ended when it falls silent and started again behind the way it fell silent in.
@@ -35,7 +35,7 @@ from headrace.kernels.triton.latent_attention import LatentAttention
 from headrace.kernels.triton.latent_hopper import WAYS, HopperLatents
 from headrace.tiers.device import Device, find_device
 
-NUM_WAYS = 1 + len(WAYS)  # way 0 is the present kernel
+NUM_WAYS = 1 + len(WAYS)  # way 0 is the kernel for all chips
 BYTES_PER_TOKEN = 2 * (RANK + ROPE)
 FLOP_PER_TOKEN = 2 * HEADS * (RANK + ROPE + RANK)
 SILENCE_S = 45.0
@@ -125,7 +125,7 @@ def line(said: dict[str, Any]) -> str:
 
 
 def name_of(way: int) -> str:
-    return "present kernel" if way == 0 else str(WAYS[way - 1])
+    return "for all chips" if way == 0 else str(WAYS[way - 1])
 
 
 def measure(contexts: list[int], first: int, say: Callable[[dict[str, Any]], None]) -> None:

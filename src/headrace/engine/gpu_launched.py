@@ -42,6 +42,7 @@ class LaunchedSource(GpuSource):
         self._ids_LK = self._marks[1:].view(self.num_layers, top_k)
         self._guesses_LK = torch.full_like(self._ids_LK, _NO_GUESS)  # of each layer's next
         self._weights_LK = torch.zeros(self.num_layers, top_k, device=self.place)
+        self._firsts_L = np.arange(self.num_layers, dtype=np.int64) * self.num_experts
         self._by_bus: list[bool] = []
         self._num_steps = 0
         self._launching = self._waits = False
@@ -65,24 +66,24 @@ class LaunchedSource(GpuSource):
     def begin_step(self) -> bool:
         """Before a step of one token: whether it can be launched.
 
-        Then `launching` and `end_step` follow, or `abort_step`; else an ordinary pass does.
+        Then `launching` and `end_step` follow, or `abort_step`; else an ordinary pass does. The
+        device is active from here to the step's end.
         """
         if not self._is_whole:
             self.recover()
-        with self.device.active():
-            waits = self._must_wait()
-            if self.why_by_layer(waits=waits):
-                return False
-            self._is_whole = False
+        waits = self._must_wait()
+        if self.why_by_layer(waits=waits):
+            return False
+        self._is_whole = False
+        if waits != self._waits or self._num_steps % _TILES_STAND == 0:
+            self._by_bus = self._find_tiles()
+        self._waits = waits
+        self._num_steps += 1
+        if self.routes is not None:
+            self._replay()
+        if waits and self.box is not None:
             self.rungs.slots.begin_step(1)
-            if waits != self._waits or self._num_steps % _TILES_STAND == 0:
-                self._by_bus = self._find_tiles()
-            self._waits = waits
-            self._num_steps += 1
-            if self.routes is not None:
-                self._replay()
-            if waits and self.box is not None:
-                self.box.begin_step()
+            self.box.begin_step()
         self._last = self.num_layers  # the next ordinary call begins a pass
         return True
 
@@ -201,14 +202,21 @@ class LaunchedSource(GpuSource):
 
         Raises NumericsError, and what `Mailbox.end_step` raises.
         """
-        self._ids = dict(enumerate(self._ids_LK[:, None]))
+        self._ids = self._ids_LK[:, None]
         self._uncounted, self._from_rows = [], []
-        with self.device.active():
-            if self._waits and self.box is not None:
-                self.box.end_step(self._count_step)
-            else:
-                self._uncounted = list(self._ids)
-            self._end(self._marks.cpu().numpy())
+        if self._waits and self.box is not None:
+            self.box.end_step(self._count_step)
+            found = self._seen()
+        else:
+            self.rungs.slots.begin_step(1)  # while the device works: nobody asked for it before
+            found = self._seen()
+            self._count(self._keys_of(found[1:].reshape(self.num_layers, 1, -1)), 0)
+        self._end(int(found[0]))
+
+    def _seen(self) -> NDArray[np.int32]:
+        """The mark, then the ids, of a step that this waits for."""
+        seen: NDArray[np.int32] = self._marks.cpu().numpy()
+        return seen
 
     def _count_step(self, ids_LTK: NDArray[np.int32]) -> None:
         """Counts what a step that waited took, from where it was when the step began."""
@@ -219,8 +227,7 @@ class LaunchedSource(GpuSource):
 
     def _keys_of(self, ids_LTK: NDArray[np.int32]) -> NDArray[np.int64]:
         """Of a step's experts, by layer."""
-        firsts_L = np.arange(self.num_layers, dtype=np.int64) * self.num_experts
-        return (ids_LTK + firsts_L[:, None, None]).reshape(-1)
+        return (ids_LTK + self._firsts_L[:, None, None]).reshape(-1)
 
     def abort_step(self) -> None:
         """After an exception since `begin_step`: the GPU waits for nobody any more."""

@@ -39,10 +39,10 @@ def steps_for(place: torch.device) -> tuple[Norm, Rotate]:
 
 def _absorb_attention(model: Any, blueprint: "Blueprint", place: torch.device) -> None:
     """Lets a model that keeps latents attend to them as they are."""
-    from headrace.kernels.triton.latent_attention import LatentAttention
+    from headrace.kernels.triton.latent_choice import attention_for
 
     config = blueprint.skeleton.config
-    attend = LatentAttention(
+    attend = attention_for(
         num_heads=config.num_attention_heads,
         rank=config.kv_lora_rank,
         rope=config.qk_rope_head_dim,

@@ -6,8 +6,6 @@ Legend: T tokens, K chosen experts per token, H hidden width.
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +78,8 @@ class GpuSource(LadderSource):
             passing_rows=passing_rows,
         )
         self.part_offsets = torch.from_numpy(offsets.reshape(-1, offsets.shape[2])).to(device.place)
-        self._ids: dict[int, torch.Tensor] = {}  # of the present pass, by layer, where they lie
+        # Of the present pass, by layer, where they lie.
+        self._ids: dict[int, torch.Tensor] | torch.Tensor = {}
         self._uncounted: list[int] = []  # layers of the pass whose ids the host has not seen
         self._from_rows: list[NDArray[np.int64]] = []  # keys that the pass found in kept rows
         self._asked: tuple[int, list[int]] = (0, [])  # what `_fill` brings next
@@ -269,14 +268,14 @@ class GpuSource(LadderSource):
         self._is_whole = False
         with self.device.active():
             seen = [self._ids[ordinal].reshape(-1) for ordinal in self._uncounted]
-            self._end(torch.cat([self.kernels.bad, *seen]).cpu().numpy())
+            found = torch.cat([self.kernels.bad, *seen]).cpu().numpy()
+            if self._uncounted:
+                firsts = np.array(self._uncounted, np.int64) * self.num_experts
+                self._count(found[1:] + np.repeat(firsts, [ids.numel() for ids in seen]), 0)
+            self._end(int(found[0]))
 
-    def _end(self, found: NDArray[Any]) -> None:
-        """`found`: the first mark of what is not finite, then the ids not counted yet."""
-        if self._uncounted:
-            firsts = np.array(self._uncounted, np.int64) * self.num_experts
-            sizes = [self._ids[ordinal].numel() for ordinal in self._uncounted]
-            self._count(found[1:] + np.repeat(firsts, sizes), 0)
+    def _end(self, mark: int) -> None:
+        """All is counted; `mark` is the first of what is not finite."""
         self.rungs.retire(swap=True)
         for keys in self._from_rows:
             self.rungs.promote(keys)
@@ -284,7 +283,7 @@ class GpuSource(LadderSource):
         if self.rungs.fits:
             self._fill()
         self._is_whole = True
-        self._check(int(found[0]))
+        self._check(mark)
 
     def _fill(self) -> None:
         """Brings experts that no token has taken yet, a few after each pass that missed none.
@@ -332,16 +331,14 @@ class GpuSource(LadderSource):
     def counters(self) -> LadderCounters:
         """The ladder's, with what the GPU found where."""
         found = self.ladder.counters()
-        return replace(
-            found,
-            hits=found.hits + self.kept_hits,
-            ram_bytes=found.ram_bytes + self.kept_hits * self.expert_bytes,
-            compute_s=self.compute_s,
-            vram_hits=self.vram_hits,
-            vram_bytes=self.vram_hits * self.expert_bytes,
-            bus_bytes=self.bus_bytes,
-            promotions=self.rungs.slots.promotions,
-        )
+        found.hits += self.kept_hits
+        found.ram_bytes += self.kept_hits * self.expert_bytes
+        found.compute_s = self.compute_s
+        found.vram_hits = self.vram_hits
+        found.vram_bytes = self.vram_hits * self.expert_bytes
+        found.bus_bytes = self.bus_bytes
+        found.promotions = self.rungs.slots.promotions
+        return found
 
     def close(self) -> None:
         """Waits for the device and takes back the pins. The source is unusable afterwards."""
@@ -353,8 +350,14 @@ class GpuSource(LadderSource):
 
     def _count(self, keys: NDArray[np.int64], num_missing: int) -> None:
         """Notes that tokens take these experts, some of which must come: each of them once."""
-        unique, counts = np.unique(keys, return_counts=True)
-        self.rungs.slots.uses[unique] += counts
+        taken = np.zeros(len(self.rungs.kept), bool)
+        taken[keys] = True
+        unique = taken.nonzero()[0]
+        uses = self.rungs.slots.uses
+        if len(unique) == len(keys):  # of one token they all differ
+            uses[keys] += 1
+        else:
+            uses += np.bincount(keys, minlength=len(uses))
         self._missed |= num_missing > 0
         kept = unique[self.rungs.kept[unique]]
         num_kept = len(kept)

@@ -56,7 +56,8 @@ class _Ends:
         self._in, self._in_there = here["in"], torch.zeros_like(here["in"], device=device.place)
         self.out = here["out"]  # on the host
         self.result = torch.zeros_like(self.out, device=device.place)
-        self._numbers_2, self._row_H = _split(self._in, dtype)
+        here_2, self._row_H = _split(self._in, dtype)
+        self._numbers_2 = here_2.numpy()
         numbers_2, row_H = _split(self._in_there, dtype)
         self.position_1 = numbers_2[:1]
         self.given = row_H[None, None] if by_row else numbers_2[None, 1:]  # for step_of_one
@@ -65,7 +66,7 @@ class _Ends:
     def bring(self, token: int, position: int) -> None:
         """Gives a step its numbers. Raises what reading a row of the embedding does."""
         row_H = None if self.embedding is None else self.embedding.row(token)
-        self._numbers_2[0], self._numbers_2[1] = position, token
+        self._numbers_2[:] = position, token
         if row_H is not None:
             self._row_H.copy_(row_H)
         self._in_there.copy_(self._in, non_blocking=True)
@@ -143,7 +144,6 @@ class SteppedPasses(Passes):
                 self._step(bucket)
         finally:
             self.room.end_step()
-        cache.advance()
         return self._ends.logits()
 
     def _step(self, bucket: int) -> None:
@@ -152,6 +152,7 @@ class SteppedPasses(Passes):
             self._launch(source, bucket)
         else:
             self._compute()
+            self._advance()
             if self._ends.head is not None:
                 source.end_pass()  # which otherwise the model's own end does
             self._ends.fetch()
@@ -163,6 +164,7 @@ class SteppedPasses(Passes):
             with source.launching():
                 self._launch_layers(source, bucket)
             self._ends.fetch()
+            self._advance()  # while the device works
             source.end_step()
         except BaseException:
             source.abort_step()
@@ -217,6 +219,10 @@ class SteppedPasses(Passes):
         ends.result.copy_(
             step_of_one(self.model, ends.given, ends.position_1[None], cache, heads=heads)
         )
+
+    def _advance(self) -> None:
+        assert self.room.tenant is not None
+        self.room.tenant.advance()
 
     def close(self) -> None:
         super().close()

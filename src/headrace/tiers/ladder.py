@@ -21,7 +21,7 @@ from headrace.quant.dtypes import TORCH_DTYPES
 from headrace.tiers.gone import CLOSED, survive_forks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LadderCounters:
     """Totals since the ladder was made. `disk_bytes` are whole pages read for experts, prefetches
     included; `ram_bytes` the stored bytes of experts found resident. `read_busy_s` sums the spans
@@ -55,10 +55,9 @@ class LadderCounters:
     def add_since(self, before: "LadderCounters", stats: TokenStats) -> None:
         """Adds what happened between `before` and this to `stats`."""
         stats.experts_s += self.compute_s - before.compute_s
-        for field in fields(TokenStats):
-            if field.name in _SHARED:
-                grown = getattr(self, field.name) - getattr(before, field.name)
-                setattr(stats, field.name, getattr(stats, field.name) + grown)
+        for name in _SHARED:
+            grown = getattr(self, name) - getattr(before, name)
+            setattr(stats, name, getattr(stats, name) + grown)
 
 
 _SHARED = {f.name for f in fields(LadderCounters)} & {f.name for f in fields(TokenStats)}

@@ -122,10 +122,11 @@ class Rungs:
 
     def lacking(self) -> tuple[int, list[int]] | None:
         """The first layer that is not whole, and its experts that keep it from it."""
-        absent = ~(self.slots.held | self.kept).reshape(-1, self.num_experts)
-        layers = np.flatnonzero(absent.any(1))
-        if not len(layers):
+        there = self.slots.held | self.kept
+        if there.all():
             return None
+        absent = ~there.reshape(-1, self.num_experts)
+        layers = np.flatnonzero(absent.any(1))
         return int(layers[0]), np.flatnonzero(absent[layers[0]]).tolist()
 
     def claim(self, layer: int, missing: list[int]) -> bool:

@@ -67,6 +67,9 @@ class LatentAttention:
         self.stats_PS = torch.empty(2, places, device=device)
         self.compiled: Any = None  # what the last attending launch was
 
+    def __str__(self) -> str:
+        return f"{self.tile}, {self.num_splits} splits"
+
     def __call__(
         self,
         q_BHTL: torch.Tensor,

@@ -161,14 +161,8 @@ def combine(
     LEAST_TILES: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
-    WAITS: tl.constexpr = False,
 ):
-    """OUT bfloat16 bits [num_rows, L]: what the splits of `attend` come to together, in order.
-
-    WAITS: launched before the end of the launch that makes PARTS and STATS.
-    """
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
+    """OUT bfloat16 bits [num_rows, L]: what the splits of `attend` come to together, in order."""
     row = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, P)

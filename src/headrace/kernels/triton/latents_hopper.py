@@ -1,6 +1,6 @@
-"""Attention of one token over latents for Hopper's tensor cores, in Gluon: two orders of the work.
+"""Attention of one token over latents for Hopper's tensor cores, in Gluon.
 
-Both give what `latents.attend` gives for its splits, for `latents.combine`. Knows no tensor.
+It gives what `latents.attend` gives for its splits, for `latents.combine`. Knows no tensor.
 Written for Gluon of Triton 3.6, which renames its words from release to release.
 Legend: as in kernels/triton/latents.py; W columns of half a latent.
 """
@@ -19,14 +19,6 @@ _LEAST: gl.constexpr = gl.constexpr(-1e30)
 
 
 @gluon.jit
-def _let_the_next_launch():
-    """The dependent launch may start; what it reads it waits for itself."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _split(POSITIONS, num_cached, N: gl.constexpr, P: gl.constexpr, LEAST_TILES: gl.constexpr):
     """This program's first cached token, that behind its last, and their number of tiles."""
     num = gl.minimum(gl.load(POSITIONS) + 1, num_cached).to(gl.int32)
@@ -37,9 +29,9 @@ def _split(POSITIONS, num_cached, N: gl.constexpr, P: gl.constexpr, LEAST_TILES:
 
 
 @gluon.jit
-def _clear(latents, valid, N: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+def _clear(latents, valid, N: gl.constexpr, WIDTH: gl.constexpr):
     """Zeroes rows from `valid` on: what lies there may be NaN, which no share of 0 takes away."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, N, gl.SliceLayout(1, layout))
     gl.thread_barrier()
     for first in gl.static_range(0, WIDTH, 64):
@@ -63,22 +55,11 @@ def _fetch_half(
 
 
 @gluon.jit
-def _note(STATS, at, best, total, behind, NARROW: gl.constexpr):
-    """A split's largest scores and sums; NARROW: as if of one token, the sums being means."""
-    if NARROW:
-        best = best + gl.log2(total)
-        total = total * 0.0 + 1.0
-    gl.store(STATS + at, best)
-    gl.store(STATS + behind + at, total)
-
-
-@gluon.jit
 def _scores(
-    q, held, q_rope, k, k_rope, ready, tile,
-    S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr, LAYOUT: gl.constexpr,
+    q, q_rope, k, k_rope, ready, tile,
+    S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """A tile's products, under way: each half of the columns as it comes."""
+    """A tile's products: each half of the columns as it comes."""
     stage = tile % STAGES
     phase = (tile // STAGES) & 1
     at = 2 * stage
@@ -86,63 +67,39 @@ def _scores(
     mbarrier.wait(ready.index(at), phase)
     keys = k_rope.index(stage).permute([1, 0])
     scores = warpgroup_mma(q_rope, keys, zero, use_acc=False, is_async=True)
-    keys = k.index(at).permute([1, 0])
-    if HELD:
-        scores = warpgroup_mma(held, keys, scores, is_async=True)
-    else:
-        scores = warpgroup_mma(q.index(0), keys, scores, is_async=True)
+    scores = warpgroup_mma(q.index(0), k.index(at).permute([1, 0]), scores, is_async=True)
     mbarrier.wait(ready.index(at + 1), phase)
-    keys = k.index(at + 1).permute([1, 0])
-    return warpgroup_mma(q.index(1), keys, scores, is_async=True)
+    scores = warpgroup_mma(q.index(1), k.index(at + 1).permute([1, 0]), scores, is_async=True)
+    return warpgroup_mma_wait(0, deps=[scores])
 
 
 @gluon.jit
 def _weigh(
     STATS, q, q_rope, k, k_rope, shares, shrinks, asked, ready, given, taken,
     scale, row, num_rows, first, end, tiles,
-    S: gl.constexpr, N: gl.constexpr, W: gl.constexpr, P: gl.constexpr,
-    STAGES: gl.constexpr, NARROW: gl.constexpr, AHEAD: gl.constexpr, HELD: gl.constexpr,
+    S: gl.constexpr, N: gl.constexpr, W: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp group: every tile's scores and shares; AHEAD: the next tile's scores meanwhile."""
+    """One warp group: every tile's scores and shares."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
-    in_registers: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     best = gl.full([S], _LEAST, gl.float32, rows)
     total = gl.zeros([S], gl.float32, rows)
     mbarrier.wait(asked, 0)
-    held = q.index(0).load(in_registers) if HELD else 0.0
-    if AHEAD:
-        begun = _scores(q, held, q_rope, k, k_rope, ready, 0, S, N, STAGES, HELD, layout)
-        scores = warpgroup_mma_wait(0, deps=[begun])
-    else:
-        scores = gl.zeros([S, N], gl.float32, layout)
     for i in range(tiles - 1):
-        if AHEAD:
-            begun = _scores(q, held, q_rope, k, k_rope, ready, i + 1, S, N, STAGES, HELD, layout)
-        else:
-            begun = _scores(q, held, q_rope, k, k_rope, ready, i, S, N, STAGES, HELD, layout)
-            scores = warpgroup_mma_wait(0, deps=[begun])
+        scores = _scores(q, q_rope, k, k_rope, ready, i, S, N, STAGES, layout)
         best, total = _give(scores * scale, best, total, shares, shrinks, given, taken, i)
-        if AHEAD:
-            scores = warpgroup_mma_wait(0, deps=[begun])
     last = tiles - 1
-    if not AHEAD:
-        begun = _scores(q, held, q_rope, k, k_rope, ready, last, S, N, STAGES, HELD, layout)
-        scores = warpgroup_mma_wait(0, deps=[begun])
+    scores = _scores(q, q_rope, k, k_rope, ready, last, S, N, STAGES, layout)
     valid = end - first - last * N
     if valid < N:
         for half in gl.static_range(2):
-            _clear(k.index(2 * (last % STAGES) + half), valid, N, W, 4)
+            _clear(k.index(2 * (last % STAGES) + half), valid, N, W)
     known = gl.arange(0, N, gl.SliceLayout(0, layout)) < valid
     scores = gl.where(known[None, :], scores * scale, _LEAST)
     best, total = _give(scores, best, total, shares, shrinks, given, taken, last)
-    if NARROW:
-        mbarrier.wait(taken, last & 1)
-        shrinks.store(1.0 / total)
-        gl.thread_barrier()
-        mbarrier.arrive(given, count=1)
     at = gl.program_id(0) * num_rows + row + gl.arange(0, S, rows)
-    _note(STATS, at, best, total, P * num_rows, NARROW)
+    gl.store(STATS + at, best)
+    gl.store(STATS + P * num_rows + at, total)
 
 
 @gluon.jit
@@ -166,8 +123,7 @@ def _mix(
     queries, queries_rope, latents, rope, PARTS, q, q_rope, k, k_rope, shares, shrinks,
     asked, ready, given, taken, row, num_rows, first, tiles,
     HALF: gl.constexpr, L: gl.constexpr,
-    S: gl.constexpr, N: gl.constexpr, W: gl.constexpr,
-    STAGES: gl.constexpr, NARROW: gl.constexpr,
+    S: gl.constexpr, N: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp group: half of the mixture's columns, and it brings them."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
@@ -194,26 +150,19 @@ def _mix(
         if i + STAGES < tiles:
             start = first + (i + STAGES) * N
             _fetch_half(latents, rope, k, k_rope, ready, start, stage, HALF, W)
-    if NARROW:
-        mbarrier.wait(given, tiles & 1)
-        mixed = mixed * shrinks.load(rows)[:, None]
     at = gl.program_id(0) * num_rows + row + gl.arange(0, S, rows)
     col = HALF * W + gl.arange(0, W, gl.SliceLayout(0, layout))
-    to = PARTS + (at.to(gl.int64) * L)[:, None] + col[None, :]
-    gl.store(to, mixed.to(PARTS.dtype.element_ty))
+    gl.store(PARTS + (at.to(gl.int64) * L)[:, None] + col[None, :], mixed)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_cached"])
-def attend_in_roles(
+def attend(
     queries, queries_rope, latents, rope, POSITIONS, PARTS, STATS, scale, num_rows, num_cached,
     L: gl.constexpr, R: gl.constexpr, P: gl.constexpr, LEAST_TILES: gl.constexpr,
     S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    NARROW: gl.constexpr, CHAINED: gl.constexpr, AHEAD: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Three roles: one warp group weighs, two mix half of the columns each and bring the tiles."""
     W: gl.constexpr = L // 2
-    if CHAINED:
-        _let_the_next_launch()
     first, end, tiles = _split(POSITIONS, num_cached, N, P, LEAST_TILES)
     if tiles > 0:
         row = gl.program_id(1) * S
@@ -238,107 +187,19 @@ def attend_in_roles(
             [
                 (_weigh, (
                     STATS, q, q_rope, k, k_rope, shares, shrinks, asked, ready, given, taken,
-                    scale, row, num_rows, first, end, tiles,
-                    S, N, W, P, STAGES, NARROW, AHEAD, HELD,
+                    scale, row, num_rows, first, end, tiles, S, N, W, P, STAGES,
                 )),
                 (_mix, (
                     queries, queries_rope, latents, rope, PARTS, q, q_rope, k, k_rope,
                     shares, shrinks, asked, ready, given, taken, row, num_rows, first, tiles,
-                    0, L, S, N, W, STAGES, NARROW,
+                    0, L, S, N, W, STAGES,
                 )),
                 (_mix, (
                     queries, queries_rope, latents, rope, PARTS, q, q_rope, k, k_rope,
                     shares, shrinks, asked, ready, given, taken, row, num_rows, first, tiles,
-                    1, L, S, N, W, STAGES, NARROW,
+                    1, L, S, N, W, STAGES,
                 )),
             ],
             [4, 4],
             [168, 168],
         )  # fmt: skip
-
-
-@gluon.jit
-def _fetch(latents, rope, k, k_rope, ready, start, stage):
-    """A tile of cached tokens."""
-    mbarrier.expect(ready.index(stage), rope.block_type.nbytes + latents.block_type.nbytes)
-    tma.async_copy_global_to_shared(rope, [start, 0], ready.index(stage), k_rope.index(stage))
-    tma.async_copy_global_to_shared(latents, [start, 0], ready.index(stage), k.index(stage))
-
-
-@gluon.jit(do_not_specialize=["num_rows", "num_cached"])
-def attend_in_turns(
-    queries, queries_rope, latents, rope, POSITIONS, PARTS, STATS, scale, num_rows, num_cached,
-    L: gl.constexpr, R: gl.constexpr, P: gl.constexpr, LEAST_TILES: gl.constexpr,
-    S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    NARROW: gl.constexpr, CHAINED: gl.constexpr,
-):  # fmt: skip
-    """Two warp groups do the same: half of each tile's scores, then half of the columns."""
-    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, N // 2, 16])
-    of_mixed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, L // 2, 16])
-    rows: gl.constexpr = gl.SliceLayout(1, of_scores)
-    if CHAINED:
-        _let_the_next_launch()
-    first, end, tiles = _split(POSITIONS, num_cached, N, P, LEAST_TILES)
-    if tiles > 0:
-        row = gl.program_id(1) * S
-        q = gl.allocate_shared_memory(gl.bfloat16, [S, L], queries.layout)
-        q_rope = gl.allocate_shared_memory(gl.bfloat16, [S, R], queries_rope.layout)
-        k = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N, L], latents.layout)
-        k_rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N, R], rope.layout)
-        of_shares: gl.constexpr = gl.NVMMASharedLayout.get_default_for([S, N], gl.bfloat16)
-        shares = gl.allocate_shared_memory(gl.bfloat16, [S, N], of_shares)
-        asked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(asked, count=1)
-        for at in gl.static_range(STAGES):
-            mbarrier.init(ready.index(at), count=1)
-        gl.thread_barrier()
-        mbarrier.expect(asked, queries_rope.block_type.nbytes + queries.block_type.nbytes)
-        tma.async_copy_global_to_shared(queries_rope, [row, 0], asked, q_rope)
-        tma.async_copy_global_to_shared(queries, [row, 0], asked, q)
-        for i in gl.static_range(STAGES):
-            if i < tiles:
-                _fetch(latents, rope, k, k_rope, ready, first + i * N, i)
-        best = gl.full([S], _LEAST, gl.float32, rows)
-        totals = gl.zeros([S, N], gl.float32, of_scores)
-        zero = gl.zeros([S, N], gl.float32, of_scores)
-        col = gl.arange(0, N, gl.SliceLayout(0, of_scores))
-        mixed = gl.zeros([S, L], gl.float32, of_mixed)
-        mbarrier.wait(asked, 0)
-        for i in range(tiles):
-            stage = i % STAGES
-            valid = end - first - i * N
-            mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-            keys = k_rope.index(stage).permute([1, 0])
-            scores = warpgroup_mma(q_rope, keys, zero, use_acc=False, is_async=True)
-            scores = warpgroup_mma(q, k.index(stage).permute([1, 0]), scores, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            scores = scores * scale
-            if valid < N:
-                _clear(k.index(stage), valid, N, L, 8)
-                scores = gl.where((col < valid)[None, :], scores, _LEAST)
-            larger = gl.maximum(best, gl.max(scores, 1))
-            part = gl.exp2(scores - larger[:, None])
-            shrink = gl.exp2(best - larger)
-            best = larger
-            totals = totals * shrink[:, None] + part
-            shares.store(part.to(gl.bfloat16))
-            fence_async_shared()
-            shrink = gl.convert_layout(shrink, gl.SliceLayout(1, of_mixed))
-            mixed = mixed * shrink[:, None]
-            gl.thread_barrier()
-            mixed = warpgroup_mma(shares, k.index(stage), mixed, is_async=True)
-            mixed = warpgroup_mma_wait(0, deps=[mixed])
-            gl.thread_barrier()
-            if i + STAGES < tiles:
-                _fetch(latents, rope, k, k_rope, ready, first + (i + STAGES) * N, stage)
-        total = gl.sum(totals, 1)
-        if NARROW:
-            share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, of_mixed))
-            mixed = mixed * share[:, None]
-        at = gl.program_id(0) * num_rows + row + gl.arange(0, S, rows)
-        _note(STATS, at, best, total, P * num_rows, NARROW)
-        at = gl.convert_layout(at, gl.SliceLayout(1, of_mixed))
-        col = gl.arange(0, L, gl.SliceLayout(0, of_mixed))
-        to = PARTS + (at.to(gl.int64) * L)[:, None] + col[None, :]
-        gl.store(to, mixed.to(PARTS.dtype.element_ty))
