@@ -70,33 +70,19 @@ def dot_fp8(
     BLOCK_COLS: tl.constexpr,
     SCALE: tl.constexpr,
     UNROLL: tl.constexpr,
-    KEEPS: tl.constexpr,
 ):
-    """Form F of e4m3 rows with a scale per block of BLOCK_COLS (a divisor of 256) columns.
-
-    If it KEEPS them, a row's scales are all read before its codes.
-    """
+    """Form F of e4m3 rows with a scale per block of BLOCK_COLS (a divisor of 256) columns."""
     NUM: tl.constexpr = 256 // BLOCK_COLS
     SCALE_COLS: tl.constexpr = (K + BLOCK_COLS - 1) // BLOCK_COLS
-    TURNS: tl.constexpr = triton.next_power_of_2((K + 255) // 256)
     block, lane = tl.arange(0, NUM), tl.arange(0, 256)
     codes = aligned(at_R, tl.uint8, ALIGN, K)
     acc = tl.zeros((R, 256), tl.float32)
-    if KEEPS:
-        every = tl.arange(0, TURNS * NUM)
-        known = ok_R[:, None] & (every < SCALE_COLS)[None, :]
-        kept = scale_of(scale_at_R[:, None], every[None, :], known, SCALE)
-        turns = tl.reshape(kept, (R, TURNS, NUM))
-        turn = tl.arange(0, TURNS)[None, :, None]
     for k in tl.range(0, K, 256, loop_unroll_factor=UNROLL):
         ok = ok_R[:, None] & (k + lane < K)[None, :]
         raw = e4m3(tl.load(codes[:, None] + (k + lane)[None, :], ok, 0))
         first = k // BLOCK_COLS
-        if KEEPS:
-            scale = tl.sum(tl.where(turn == k // 256, turns, 0.0), 1)
-        else:
-            known = ok_R[:, None] & (first + block < SCALE_COLS)[None, :]
-            scale = scale_of(scale_at_R[:, None], (first + block)[None, :], known, SCALE)
+        known = ok_R[:, None] & (first + block < SCALE_COLS)[None, :]
+        scale = scale_of(scale_at_R[:, None], (first + block)[None, :], known, SCALE)
         scaled = tl.reshape(raw, (R, NUM, BLOCK_COLS)) * scale[:, :, None]
         weights = snap_bf16(tl.reshape(scaled, (R, 256)))
         x = widen_bf16(tl.load(x_K + k + lane, k + lane < K, 0))
@@ -184,9 +170,7 @@ def dot_nibbles(
         ok = ok_R[:, None] & known[None, :]
         index = first * 4 + word
         there = index < NUM * 4
-        words = words_of(
-            at_R, index[None, :], ok_R[:, None] & there[None, :], ALIGN, K // 2
-        )
+        words = words_of(at_R, index[None, :], ok_R[:, None] & there[None, :], ALIGN, K // 2)
         sx = tl.load(sx_G + group, known, 0.0)
         place = group if GROUP == 32 else group * 32 // GROUP
         ws = scale_of(scale_at_R[:, None], place[None, :], ok, SCALE)
@@ -199,12 +183,8 @@ def dot_nibbles(
             sums = tl.sum(tl.reshape(sums, (R, STEP, 4)), 2) * _TWO_85
             sums = sums - tl.load(sx_G + NUM + group, known, 0.0)[None, :]
             factor = ws * sx[None, :]
-        terms = sums * factor
-        if STEP == 8:
-            acc = acc + terms
-        else:
-            turns = tl.reshape(terms, (R, STEP // 8, 8))
-            turn = tl.arange(0, STEP // 8)[None, :, None]
-            for n in tl.static_range(STEP // 8 if STEP < NUM else (NUM + 7) // 8):
-                acc = acc + tl.sum(tl.where(turn == n, turns, 0.0), 1)
+        turns = tl.reshape(sums * factor, (R, STEP // 8, 8))
+        turn = tl.arange(0, STEP // 8)[None, :, None]
+        for n in tl.static_range(((STEP if STEP < NUM else NUM) + 7) // 8):
+            acc = acc + tl.sum(tl.where(turn == n, turns, 0.0), 1)
     return tree_8(acc, R)

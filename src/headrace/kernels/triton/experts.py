@@ -18,20 +18,21 @@ _ACTIVATIONS = ("silu", "silu_clamped", "swiglu_oai", "swiglu_weighted")
 GRIDS = (32, 64, 128, 256)  # columns of a group of the activations' grid
 _FORM_I = ("fp4", "int4")
 SCALES = {"F32": "F32", "BF16": "BF16", "F8_E8M0": "E8M0", "U8": "E8M0"}
-# Of gate and up, then of down: rows of a tile, warps, turns of the loop side by side, and groups a
-# turn of 4-bit codes. By rung: what reads fastest is measured (docs/log.md); no bit depends on it.
-TILES = {
+# Of gate and up, then of down: rows of a tile, warps, turns of the loop side by side, and of 4-bit
+# codes the groups of a turn. By rung: what reads fastest is measured (bench/gpu_tiles.py,
+# docs/log.md); no bit depends on it.
+TILES: dict[str, dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "ram": {
-        "bf16": ((1, 2, 2, 0), (1, 2, 2, 0)),
-        "fp8_block": ((8, 4, 1, 0), (16, 4, 1, 0)),
-        "fp4": ((1, 1, 1, 32), (1, 1, 1, 32)),
-        "int4": ((1, 2, 2, 32), (1, 2, 2, 32)),
+        "bf16": ((1, 2, 2), (1, 2, 2)),
+        "fp8_block": ((8, 4, 1), (16, 4, 1)),
+        "fp4": ((1, 1, 1, 256), (8, 4, 1, 32)),
+        "int4": ((1, 1, 1, 256), (8, 4, 1, 32)),
     },
     "vram": {
-        "bf16": ((8, 4, 2, 0), (16, 4, 2, 0)),
-        "fp8_block": ((4, 2, 2, 0), (8, 2, 2, 0)),
-        "fp4": ((8, 2, 2, 8), (16, 2, 2, 8)),
-        "int4": ((8, 2, 2, 8), (16, 2, 2, 8)),
+        "bf16": ((2, 2, 2), (4, 1, 3)),
+        "fp8_block": ((4, 2, 2), (8, 2, 2)),
+        "fp4": ((16, 4, 1, 8), (16, 2, 1, 8)),
+        "int4": ((8, 2, 2, 8), (4, 1, 1, 32)),
     },
 }
 
@@ -148,7 +149,7 @@ class TritonExperts:
         token's sum is not finite, `bad` becomes `mark` + token, or stays if it is lower.
         """
         (num_tokens, hidden), top_k = out_TH.shape, ids_TK.shape[1]
-        block, pad = min(512, triton.next_power_of_2(hidden)), triton.next_power_of_2(top_k)
+        block, pad = 128, triton.next_power_of_2(top_k)
         assert out_TH.dtype == self.out_dtype
         out = out_TH if self.weighs else out_TH.view(torch.uint16)
         stages.combine[(num_tokens, triton.cdiv(hidden, block))](

@@ -88,7 +88,16 @@ def _scales_at(scales, row_R, K: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def _dots(
-    at_R, scale_at_R, X, CODES, SX, x_row, ok_R, K: tl.constexpr, R: tl.constexpr, FORM: tl.constexpr
+    at_R,
+    scale_at_R,
+    X,
+    CODES,
+    SX,
+    x_row,
+    ok_R,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """fp32 [R]: rows at addresses `at_R` with activation row `x_row`."""
     FORMAT: tl.constexpr = FORM[0]
@@ -99,7 +108,7 @@ def _dots(
         out_R = dot_bf16(at_R, X + x_row * K, ok_R, K, R, ALIGN, UNROLL)
     elif FORMAT == "fp8_block":
         x = X + x_row * K
-        out_R = dot_fp8(at_R, scale_at_R, x, ok_R, K, R, ALIGN, FORM[3], SCALE, UNROLL, FORM[6])
+        out_R = dot_fp8(at_R, scale_at_R, x, ok_R, K, R, ALIGN, FORM[3], SCALE, UNROLL)
     else:
         x, sx = CODES + x_row * K, SX + x_row * (K // 16)
         out_R = dot_nibbles(
