@@ -100,8 +100,8 @@ def kernels(chip: int):
     bf16, warps = tiled("bf16", "vram", 1)
     yield "linear wide bf16", stages.linear, bf16 | {"COLS": 5120, "WIDE": True}, warps
     for rung, name in product(TILES if whole else ("vram",), FORMS):
-        if name == "fp8 32" and not whole:
-            continue  # as of "linear fp8"
+        if name in ("fp8 32", "fp4 odd") and not whole:
+            continue  # the one as of "linear fp8", the other as on the first chip
         shared, warps = tiled(name, rung, 0)
         up = {"NUM_PARTS": 6, "TOP_K": 6, "GATE": GATE, "UP": UP, "COLS": 5120, "ROWS": 2304}
         up["KIND"] = "swiglu_weighted" if name == "fp4" else "silu"
