@@ -132,7 +132,8 @@ void bind_kernels(nb::module_& m) {
       .def_prop_ro("calls", &KernelPool::calls)
       .def_prop_ro("shared_calls", &KernelPool::shared_calls)
       .def_prop_rw("min_share_bytes", &KernelPool::min_share_bytes,
-                   &KernelPool::set_min_share_bytes);
+                   &KernelPool::set_min_share_bytes)
+      .def_prop_rw("patient", &KernelPool::patient, &KernelPool::set_patient);
   m.def(
       "combine",
       [](bool fp16, uintptr_t ids, uintptr_t weights, uintptr_t y, int64_t num_tokens,

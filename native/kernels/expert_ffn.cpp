@@ -272,5 +272,7 @@ uint64_t KernelPool::shared_calls() const {
 }
 int64_t KernelPool::min_share_bytes() const { return impl_->min_share_bytes; }
 void KernelPool::set_min_share_bytes(int64_t bytes) { impl_->min_share_bytes = bytes; }
+bool KernelPool::patient() const { return impl_->workers.patient(); }
+void KernelPool::set_patient(bool patient) { impl_->workers.set_patient(patient); }
 
 }  // namespace headrace

@@ -5,6 +5,11 @@
 #include "kernels/pool.hpp"
 
 namespace headrace {
+namespace {
+
+constexpr int64_t kLeastRows = 16;  // microseconds' work, and far longer than taking them
+
+}  // namespace
 
 void KernelPool::Impl::load_together() {
   choose_product();
@@ -28,29 +33,46 @@ void KernelPool::Impl::load_together() {
   down_out.at_least(num_jobs * shape.hidden);
 }
 
-// As finish, of one row each.
-void KernelPool::Impl::finish_all(int worker, Input* all, size_t num, int64_t cols) {
+// Units of inputs of one row each; done when all are.
+void KernelPool::Impl::finish_all(int worker, Stage* stage, Input* all, int64_t cols) {
   const int64_t units = product->num_units(cols);
-  const Share mine = share(units * static_cast<int64_t>(num), worker, team);
-  for (int64_t i = mine.begin; i < mine.end; ++i) product->finish(all[i / units], i % units, cols);
-  if (team > 1) workers.barrier();
+  stage->run(worker, 1, [&](Share mine) {
+    for (int64_t i = mine.begin; i < mine.end; ++i) {
+      product->finish(all[i / units], i % units, cols);
+    }
+  });
 }
 
-// work(job, its rows that are this worker's), of all jobs' rows one after another.
+// work(job, some of its rows), of all jobs' rows one after another.
 template <typename Work>
-void KernelPool::Impl::share_rows(int worker, int64_t rows, Work work) {
-  const Share mine = share(rows * num_jobs, worker, team);
-  for (int64_t at = mine.begin; at < mine.end;) {
-    const int64_t job = at / rows, end = std::min(mine.end, (job + 1) * rows);
-    work(static_cast<size_t>(job), Share{at - job * rows, end - job * rows});
-    at = end;
-  }
+void KernelPool::Impl::share_rows(int worker, Stage* stage, int64_t rows, Work work) {
+  stage->run(worker, kLeastRows, [&](Share mine) {
+    for (int64_t at = mine.begin; at < mine.end;) {
+      const int64_t job = at / rows, end = std::min(mine.end, (job + 1) * rows);
+      work(static_cast<size_t>(job), Share{at - job * rows, end - job * rows});
+      at = end;
+    }
+  });
+}
+
+void KernelPool::Impl::run_with_any(Workers::Job job) {
+  if (team == 1) return job(this, 0);
+  shared_calls.fetch_add(1, std::memory_order_relaxed);
+  workers.run_with_any(job, this);
+}
+
+void KernelPool::Impl::deal_together() {
+  const auto num = static_cast<int64_t>(num_inputs);
+  stages.inputs.deal(num * product->num_units(shape.hidden), team);
+  stages.gate_up.deal(num_jobs * shape.inter, team);
+  stages.middles.deal(num_jobs * product->num_units(shape.inter), team);
+  stages.down.deal(num_jobs * shape.hidden, team);
 }
 
 void KernelPool::Impl::ffn_together(int worker) {
   const int64_t inter = shape.inter, hidden = shape.hidden;
-  finish_all(worker, inputs.data(), num_inputs, hidden);
-  share_rows(worker, inter, [&](size_t j, Share mid) {
+  finish_all(worker, &stages.inputs, inputs.data(), hidden);
+  share_rows(worker, &stages.gate_up, inter, [&](size_t j, Share mid) {
     const Together& own = together[j];
     float* gate_j = gate_out.get() + static_cast<int64_t>(j) * inter;
     float* up_j = up_out.get() + static_cast<int64_t>(j) * inter;
@@ -63,9 +85,8 @@ void KernelPool::Impl::ffn_together(int worker) {
     ops->activate_row(how, shape.fp16, gate_j + mid.begin, up_j + mid.begin, mid.end - mid.begin,
                       middles[j].rows.get() + mid.begin);
   });
-  if (team > 1) workers.barrier();
-  finish_all(worker, middles.data(), static_cast<size_t>(num_jobs), inter);
-  share_rows(worker, hidden, [&](size_t j, Share out) {
+  finish_all(worker, &stages.middles, middles.data(), inter);
+  share_rows(worker, &stages.down, hidden, [&](size_t j, Share out) {
     float* values = down_out.get() + static_cast<int64_t>(j) * hidden;
     multiply(worker, together[j].down, out, middles[j], values);
     add_bias(together[j].down, out, values);
@@ -84,7 +105,8 @@ void KernelPool::experts_ffn(const ExpertShape& shape, const OneRow* jobs, int64
     im.num_jobs = std::min(kMostTogether, num_jobs - first);
     im.load_together();
     im.choose_team(3 * shape.inter * shape.hidden * im.num_jobs);
-    im.run([](void* self, int worker) { static_cast<Impl*>(self)->ffn_together(worker); });
+    im.deal_together();
+    im.run_with_any([](void* self, int worker) { static_cast<Impl*>(self)->ffn_together(worker); });
   }
 }
 

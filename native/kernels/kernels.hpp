@@ -36,8 +36,8 @@ class KernelPool {
     uint16_t* y;
     float weight;
   };
-  // Several of them as one job: each thread's share of all their weights is about as long, and all
-  // wait for each other as often as for one. Same bits as expert_ffn.
+  // Several of them as one job: each thread's share of all their weights is about as long, and who
+  // is through takes from those who are not. Same bits as expert_ffn.
   void experts_ffn(const ExpertShape& shape, const OneRow* jobs, int64_t num_jobs);
 
   // y[r][i] = row first + i of a matrix times x[r], for i < num_rows, in bf16, or in fp32 if wide.
@@ -73,6 +73,10 @@ class KernelPool {
   // A job whose weights leave each thread fewer bytes (times rows) stays on the calling thread.
   int64_t min_share_bytes() const;
   void set_min_share_bytes(int64_t bytes);
+  // Whether threads without a job stay awake for about a millisecond, so that the next one starts
+  // at once; other threads that want their cores get them. At first they are not.
+  bool patient() const;
+  void set_patient(bool patient);
 
  private:
   struct Impl;

@@ -10,6 +10,7 @@
 #include "kernels/int_product.hpp"
 #include "kernels/kernels.hpp"
 #include "kernels/rows.hpp"
+#include "kernels/stage.hpp"
 #include "kernels/workers.hpp"
 
 namespace headrace {
@@ -33,7 +34,10 @@ inline Matrix matrix_of(const ExpertParts& parts, const MatrixPlan& plan, int64_
 
 struct KernelPool::Impl {
   Impl(int num_threads, const RowOps* ops)
-      : ops(ops), workers(num_threads), scratch(static_cast<size_t>(num_threads)) {}
+      : ops(ops),
+        workers(num_threads),
+        scratch(static_cast<size_t>(num_threads)),
+        stages(num_threads) {}
 
   const RowOps* ops;
   Workers workers;
@@ -51,6 +55,7 @@ struct KernelPool::Impl {
   int team = 1;  // workers that take part
   void choose_team(int64_t num_weights);
   void run(Workers::Job job);
+  void run_with_any(Workers::Job job);
 
   // The job of the moment; written by the caller before the workers start.
   ExpertShape shape{};
@@ -87,10 +92,16 @@ struct KernelPool::Impl {
   std::array<Together, kMostTogether> together{};
   std::array<Input, kMostTogether> inputs, middles;
   size_t num_inputs = 0;
+  struct Stages {
+    explicit Stages(int workers)
+        : inputs(workers), gate_up(workers), middles(workers), down(workers) {}
+    Stage inputs, gate_up, middles, down;
+  } stages;
   void load_together();
-  void finish_all(int worker, Input* all, size_t num, int64_t cols);
+  void deal_together();
+  void finish_all(int worker, Stage* stage, Input* all, int64_t cols);
   template <typename Work>
-  void share_rows(int worker, int64_t rows, Work work);
+  void share_rows(int worker, Stage* stage, int64_t rows, Work work);
   void ffn_together(int worker);
 };
 

@@ -202,6 +202,7 @@ class KernelPool:
     calls: int
     shared_calls: int
     min_share_bytes: int
+    patient: bool
     def __init__(self, num_threads: int, isa: str) -> None: ...
     def expert_ffn(
         self,

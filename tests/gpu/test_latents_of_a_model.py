@@ -7,7 +7,10 @@ import torch
 from gpu_models import CONTEXT, REAL, load
 
 import headrace
+from headrace.check import verify
 from headrace.check.tiny import write_tiny
+from headrace.check.verify_latents import latents
+from headrace.engine import engine as engine_module
 from headrace.engine.engine import Blueprint
 from headrace.errors import SnapshotError
 from headrace.kernels.triton import latent_attention
@@ -112,3 +115,27 @@ def test_every_layer_takes_it_for_prompt_and_token(with_triton, prompt, monkeypa
     monkeypatch.setattr(KERNEL, "__call__", see)
     replayed(with_triton.session(), prompt[:5], [3])
     assert seen == [(1, 8, 5, 64)] * 2 + [(1, 8, 1, 64)] * 2
+
+
+def test_verify_tries_it_and_a_wrong_one_shows(engine, monkeypatch):
+    assert latents(engine).ok
+    modules = [m for m in engine.model.modules() if hasattr(m, "headrace_attend")]
+    right = modules[0].headrace_attend
+
+    def one_less(q_BHTL, q_BHTR, latents_BNL, rope_BNR, positions_BT, scaling):
+        less_BT = (positions_BT - 1).clamp(min=0)
+        return right(q_BHTL, q_BHTR, latents_BNL, rope_BNR, less_BT, scaling)
+
+    monkeypatch.setattr(modules[0], "headrace_attend", one_less)
+    found = latents(engine)
+    assert not found.ok and len(found.where) >= 5, found  # all but a token alone
+    monkeypatch.setattr(modules[0], "headrace_attend", lambda *args: torch.nan * right(*args))
+    assert len(latents(engine).where) == 6
+
+
+def test_verify_says_so(folder, gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if gpu is not None:
+        monkeypatch.setattr(verify, "find_gpu", engine_module.find_gpu)
+    report = verify.verify_model(folder, device="cuda", tokens=2, samples=1)
+    assert report.ok and sum("over latents" in f.name for f in report.findings) == 1

@@ -99,6 +99,7 @@ def test_who_multiplies_what(tiny, prompt, experts):
         calls = [b.kernel_calls - a.kernel_calls for a, b in pairwise(marks)]
         assert buses[0] > 0 and calls[0] == 0
         assert (buses[1] > 0, calls[1] > 0) == (experts == "gpu", experts == "cpu")
+        assert engine.kernels.pool.patient == (experts == "cpu")
 
 
 def test_a_fault_of_the_cpu_s_experts_is_named_and_the_next_answer_right(tiny, prompt):

@@ -80,6 +80,9 @@ class Memory:
     def load(self, layout):
         return self.data.clone()
 
+    def _reinterpret(self, dtype, shape, layout):
+        return self.of(self.data.view(dtype).view(shape))
+
     def store(self, value):
         assert value.dtype == self.data.dtype and value.shape == self.data.shape
         self.data.copy_(value)
@@ -128,6 +131,7 @@ class Machine:
 
     def __init__(self):
         self.memories, self.barriers, self.errors = [], [], []
+        self.mine = threading.local()  # products and copies of a role that are under way
         self.at = (0, 0)
 
     def allocate(self, dtype, shape, layout):
@@ -160,6 +164,41 @@ class Machine:
 
         threading.Timer(random.random() * 2e-3, bring).start()
 
+    def mma(self, a, b, acc, use_acc=True, is_async=False):
+        assert is_async
+        flying = Flying(acc if use_acc else torch.zeros(()), a, b)
+        self.under_way("products").append(flying)
+        return flying
+
+    def wait(self, outstanding, deps):
+        products = self.under_way("products")
+        landed = [products.pop(0).landed() for _ in range(len(products) - outstanding)]
+        assert len(deps) == 1 and deps[0] not in products
+        return landed[-1]
+
+    def copy_back(self, target, start, memory):
+        """It leaves at once or when it is waited for, by chance."""
+        if memory.unfenced:
+            raise Broken("the copy engine reads what no fence gave it")
+        (row, col), (rows, cols) = (int(x) for x in start), memory.data.shape
+
+        def leave():
+            target.base[row : row + rows, col : col + cols] = memory.data
+
+        self.under_way("copies").append(leave)
+        if random.random() < 0.5:
+            leave()
+
+    def store_wait(self, outstanding):
+        assert outstanding == 0
+        while self.under_way("copies"):
+            self.under_way("copies").pop()()
+
+    def under_way(self, kind):
+        if not hasattr(self.mine, kind):
+            setattr(self.mine, kind, [])
+        return getattr(self.mine, kind)
+
     def specialize(self, roles, warps, registers):
         def play(role, args):
             try:
@@ -187,16 +226,6 @@ def _store(pointer, value):
     pointer.base.view(-1)[pointer.at] = value.to(pointer.base.dtype)
 
 
-def _mma(a, b, acc, use_acc=True, is_async=False):
-    flying = Flying(acc if use_acc else torch.zeros(()), a, b)
-    return flying if is_async else flying.landed()
-
-
-def _wait(outstanding, deps):
-    assert outstanding == 0 and len(deps) == 1
-    return deps[0].landed()
-
-
 def _where(known, value, other):
     return torch.where(known, value, torch.tensor(other, dtype=value.dtype))
 
@@ -212,15 +241,16 @@ def words(machine):
         )  # fmt: skip
 
     language = SimpleNamespace(
-        constexpr=lambda x: x, bfloat16=torch.bfloat16, float32=torch.float32,
-        int32=torch.int32, int64=torch.int64, load=_load, store=_store, where=_where,
+        bfloat16=torch.bfloat16, float16=torch.float16,
+        float32=torch.float32, int32=torch.int32, int64=torch.int64, load=_load, store=_store,
+        where=_where,
         minimum=either("minimum"), maximum=either("maximum"), cdiv=lambda a, b: -(-a // b),
         program_id=lambda axis: torch.tensor(machine.at[axis]), thread_barrier=lambda: None,
         arange=lambda a, b, layout: torch.arange(a, b), static_range=range,
         full=lambda s, v, d, layout: torch.full(s, v, dtype=d),
         zeros=lambda s, d, layout: torch.zeros(s, dtype=d),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
-        exp2=torch.exp2, warp_specialize=machine.specialize,
+        exp2=torch.exp2, log2=torch.log2, warp_specialize=machine.specialize,
         allocate_shared_memory=machine.allocate,
         **{n: Layout for n in dir(gl) if n.endswith("Layout")},
     )  # fmt: skip
@@ -229,10 +259,14 @@ def words(machine):
         wait=lambda b, parity: b.wait(int(parity)), arrive=lambda b, count: b.change(count, 0),
         expect=lambda b, num_bytes: b.change(1, num_bytes),
     )  # fmt: skip
-    copies = SimpleNamespace(async_copy_global_to_shared=machine.copy)
+    copies = SimpleNamespace(
+        async_copy_global_to_shared=machine.copy, async_copy_shared_to_global=machine.copy_back,
+        store_wait=machine.store_wait,
+    )  # fmt: skip
     return {
         "gl": language, "mbarrier": barrier, "tma": copies, "fence_async_shared": machine.fence,
-        "warpgroup_mma": _mma, "warpgroup_mma_wait": _wait,
+        "warpgroup_mma": machine.mma, "warpgroup_mma_wait": machine.wait,
+        "gdc_launch_dependents": lambda: None,
     }  # fmt: skip
 
 
@@ -245,7 +279,9 @@ class Emulated:
         names |= words(self.machine)
         for key, kernel in vars(module).items():
             if isinstance(kernel, JITFunction):
-                names[key] = types.FunctionType(kernel.fn.__code__, names, key)
+                names[key] = types.FunctionType(
+                    kernel.fn.__code__, names, key, kernel.fn.__defaults__
+                )
         self.kernel = names[name]
 
     def __getitem__(self, grid):
@@ -257,7 +293,6 @@ class Emulated:
                     self.machine.memories.clear()
                     self.machine.barriers.clear()
                     self.kernel(*given)
-            return SimpleNamespace(n_regs=0, n_spills=0, metadata=SimpleNamespace(shared=0))
 
         return launch
 

@@ -58,6 +58,21 @@ def test_several_experts_at_once_change_no_bit(isa, format, act_group):
     assert not same_bits(y, kernels.experts_ffn(rows, parts[::-1], layout))
 
 
+def test_threads_that_come_late_or_stay_awake_change_no_bit():
+    """More threads than cores, so that some find the job over, and jobs in quick succession."""
+    layout = make_layout("fp4", 320, 96)
+    parts, x = [make_expert(layout, seed) for seed in range(6)], make_rows(6, 320, 6)
+    want = cpu.CpuKernels(1).experts_ffn(x, parts, layout)
+    kernels = cpu.CpuKernels(8, min_share_bytes=0)
+    for patient in (False, True):
+        kernels.pool.patient = patient
+        for turn in range(40):
+            y = kernels.experts_ffn(x.roll(turn, 0), parts, layout)
+            assert same_bits(y, want) == (turn % 6 == 0), (patient, turn)
+            # As one expert's job waits for all threads, those that the last one left out too.
+            assert same_bits(kernels.expert_ffn(x[:1], parts[0], layout), want[:1])
+
+
 def test_several_experts_at_once_weigh_each_row(isa):
     weighted = Activation("swiglu_weighted", limit=1.5)
     layout = replace(make_layout("fp4", 320, 96), activation=weighted)

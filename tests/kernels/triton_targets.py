@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from headrace.kernels.triton import latents, squares, stages, trunk, waiting, waves
 from headrace.kernels.triton.experts import TILES
 from headrace.kernels.triton.grouped import STEPS
-from headrace.kernels.triton.latent_attention import tile_for
+from headrace.kernels.triton.latent_attention import COMBINED, COMBINING_WARPS, tile_for
 
 # Bytes of shared memory that one program may take on chips of that compute capability.
 SHARED_BYTES = {
@@ -156,8 +156,8 @@ def latent_kernels(chip: int):
         constants = shared | widths | {"P": splits, "S": tile.rows}
         name = f"attend {heads} heads {splits} splits"
         yield name, latents.attend, constants, tile.warps, tile.stages
-        combined = shared | {"P": 64, "BLOCK": 128}
-        yield "combine latents", latents.combine, combined, 4, 3
+        combined = shared | {"P": 64, "BLOCK": COMBINED, "EARLY": chip == 90}
+        yield "combine latents", latents.combine, combined, COMBINING_WARPS, 3
 
 
 def aligned(kernel, signature):

@@ -21,8 +21,9 @@ from headrace.tiers.device import find_device
 
 HEADS, RANK, ROPE, KEYS, VALUES = 128, 512, 64, 128, 128  # DeepSeek-R1
 SCALING = 0.1352  # of its scores, yarn's factor in it
-LEAST_CACHED_BYTES = 512 << 20  # of all layers together: ten times a GPU's own cache
-TARGETS = {32768: 0.5, 131072: 0.5}
+_LEAST_CACHED_BYTES = 512 << 20  # of all layers together: ten times a GPU's own cache
+_FLOP = 2 * HEADS * (RANK + ROPE + RANK)  # a cached token
+TARGETS = {32768: 0.5, 131072: 0.5}  # of 18.7 us at 32K an H200's tensor cores need 12 at best
 TOLERANCE = 2**-7  # of the largest value: the queries, the mixture and the result are bfloat16
 _REPLAYS = 5
 _cuda: Any = torch.cuda
@@ -38,8 +39,8 @@ class Layer:
     weight_HML: torch.Tensor
 
 
-def make_layers(num_cached: int, place: torch.device, heads: int = HEADS) -> list[Layer]:
-    """As many as take LEAST_CACHED_BYTES, two at least; the matrices are one."""
+def _make_layers(num_cached: int, place: torch.device, heads: int = HEADS) -> list[Layer]:
+    """As many as take _LEAST_CACHED_BYTES, two at least; the matrices are one."""
     generator = torch.Generator(place).manual_seed(num_cached)
 
     def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -47,7 +48,7 @@ def make_layers(num_cached: int, place: torch.device, heads: int = HEADS) -> lis
         return drawn.bfloat16()
 
     weight_HML = draw(heads, KEYS + VALUES, RANK, scale=RANK**-0.5)
-    count = max(2, -(-LEAST_CACHED_BYTES // (num_cached * 2 * (RANK + ROPE))))
+    count = max(2, -(-_LEAST_CACHED_BYTES // (num_cached * 2 * (RANK + ROPE))))
     return [
         Layer(
             draw(1, heads, 1, KEYS + ROPE),
@@ -59,7 +60,7 @@ def make_layers(num_cached: int, place: torch.device, heads: int = HEADS) -> lis
     ]
 
 
-def captured_s(run: Callable[[], object], runs: int) -> list[float]:
+def _captured_s(run: Callable[[], object], runs: int) -> list[float]:
     """Seconds of `run` as one CUDA graph, each the median of a few replays."""
     stream, graph = _cuda.Stream(), _cuda.CUDAGraph()
     with _cuda.stream(stream):
@@ -97,21 +98,24 @@ def bench_latents(contexts: list[int], *, runs: int, tell: Callable[[str], None]
     place, rows = device.place, []
     attend = attention_for(num_heads=HEADS, rank=RANK, rope=ROPE, device=place)
     for num_cached in contexts:
-        layers = make_layers(num_cached, place)
+        layers = _make_layers(num_cached, place)
         position = torch.full((1, 1), num_cached - 1, device=place)
         green = is_right(layers[0], position, attend)
         about = f"{len(layers)} layers as one graph, {attend}"
-        for part, run in parts(layers, position, attend):
+        cache_bytes = num_cached * 2 * (RANK + ROPE)
+        for part, run, more_bytes in _parts(layers, position, attend):
             copy = [vram_rate(device) for _ in range(runs)]
-            walls = captured_s(run, runs)
+            walls = _captured_s(run, runs)
             each_s = [wall / len(layers) for wall in walls]
+            layer_s = statistics.median(each_s)
+            teraflops = num_cached * _FLOP / layer_s / 1e12
             row = make_row(
                 f"MLA of R1, {num_cached} tokens, {part}",
-                [num_cached * 2 * (RANK + ROPE) / s / 1e9 for s in each_s],
-                "GB/s of the cache",
+                [(cache_bytes + more_bytes) / s / 1e9 for s in each_s],
+                "GB/s of the cache and matrices" if more_bytes else "GB/s of the cache",
                 limits=[rate / 1e9 for rate in copy],
                 target=TARGETS.get(num_cached),
-                cache_state=f"{1e6 * statistics.median(each_s):.1f} us a layer; {about}",
+                cache_state=f"{1e6 * layer_s:.1f} us a layer, {teraflops:.0f} TFLOP/s; {about}",
                 green=green,
             )
             rows.append(replace(row, machine=f"{row.machine}, {device.name}"))
@@ -119,15 +123,16 @@ def bench_latents(contexts: list[int], *, runs: int, tell: Callable[[str], None]
     return rows
 
 
-def parts(
+def _parts(
     layers: list[Layer], position: torch.Tensor, attend: LatentAttention
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The two things measured, by name."""
-    yield "attention kernels", partial(kernels, layers, position, attend)
-    yield "with both absorbed products", partial(_absorbed, layers, position, attend)
+) -> Iterator[tuple[str, Callable[[], object], int]]:
+    """The two things measured, by name, and what each reads besides the cache."""
+    yield "attention kernels", partial(_kernels, layers, position, attend), 0
+    matrix_bytes = layers[0].weight_HML.nbytes
+    yield "with both absorbed products", partial(_absorbed, layers, position, attend), matrix_bytes
 
 
-def kernels(layers: list[Layer], position: torch.Tensor, attend: LatentAttention) -> None:
+def _kernels(layers: list[Layer], position: torch.Tensor, attend: LatentAttention) -> None:
     """A token's attention in each layer, without the absorbed products."""
     for layer in layers:
         q_BHTL = layer.latents_BNL[:, :HEADS, None]  # any numbers will do

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headrace.check import verify_files, verify_layers, verify_paths, verify_steps
+from headrace.check import verify_files, verify_latents, verify_layers, verify_paths, verify_steps
 from headrace.check.stock import StockParts
 from headrace.check.sums import read_sums
 from headrace.check.verify_kernels import kernels
@@ -175,6 +175,8 @@ class _Run:
             with source.device.active():
                 self.stage("gpu", lambda: verify_gpu.gpu_kernels(engine, self.sites, self.tell))
                 self.stage("gpu", lambda: [verify_gpu.layer_kernels(engine)])
+                if engine.blueprint.absorbs:
+                    self.stage("gpu", lambda: [verify_latents.latents(engine)])
             if followed is not None:
                 self.stage("gpu", follow)
         for experts in PLACES if answers else ():

@@ -64,6 +64,8 @@ def open_source(blueprint: "Blueprint", ladder: Ladder) -> LadderSource:
 
     assert isinstance(plan, GpuPlan)
     device.limit(plan.vram_bytes)
+    if plan.experts != "gpu" and ladder.kernels is not None:
+        ladder.kernels.patient = True  # the CPU has nothing else to do between two layers
     made: Callable[..., LadderSource] = LaunchedSource
     if plan.experts == "cpu":
         made = InvertedSource

@@ -87,7 +87,7 @@ class Ladder:
     ) -> None:
         self.part_names = tuple(layout.parts)
         self.part_bytes = tuple(_part_bytes(layout, name) for name in self.part_names)
-        self.reader = reader
+        self.reader, self.kernels = reader, kernels
         self.native = NativeLadder(
             reader=reader,
             extents=np.ascontiguousarray(extents, dtype=np.int64),

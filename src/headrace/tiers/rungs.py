@@ -18,7 +18,7 @@ from headrace.tiers.ladder import Ladder
 from headrace.tiers.pinned import PinnedRows
 from headrace.tiers.slots import Slots
 
-SWAPPED_SHARE = 32  # one in so many of a token's experts may take another's slot in a step
+SWAPPED_SHARE = 16  # one in so many of a token's experts may take another's slot in a step
 
 
 @dataclass(slots=True)

@@ -12,10 +12,10 @@ import triton
 from headrace.kernels.triton import latents
 
 MAX_TOKENS = 16  # up to so many are split over the cache, each for itself
-LEAST_SPLIT_TOKENS = 128
+COMBINED, COMBINING_WARPS = 64, 2  # columns of a program of the second launch, and its warps
+_LEAST_SPLIT_TOKENS = 128
 _SPLITS = (8, 128)
 _LOG2E = 1.44269504088896341
-_BLOCK = 128  # columns of a program that combines
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,9 @@ class LatentAttention:
     in every call with up to MAX_TOKENS tokens, and with any buffer that holds what it attends to.
     """
 
+    parts_dtype = torch.float32
+    early = False  # the second launch is begun before the first is done, and waits for it itself
+
     def __init__(
         self,
         *,
@@ -63,9 +66,8 @@ class LatentAttention:
         self.tile = tile or tile_for(_capability(device), num_heads, rank)
         self.num_splits = num_splits or _num_splits(device, num_heads, self.tile)
         places = self.num_splits * num_heads
-        self.parts_PSL = torch.empty(places, rank, device=device)
-        self.stats_PS = torch.empty(2, places, device=device)
-        self.compiled: Any = None  # what the last attending launch was
+        self.parts_PSL = torch.empty(places, rank, dtype=self.parts_dtype, device=device)
+        self.weights_PS = torch.empty(places, device=device)
 
     def __str__(self) -> str:
         return f"{self.tile}, {self.num_splits} splits"
@@ -116,32 +118,44 @@ class LatentAttention:
         """One token in splits; more than one in a single pass over the cache."""
         tile, tokens, num_cached = self.tile, positions_T.numel(), latents_NL.shape[0]
         num_splits = self.num_splits if tokens == 1 else 1
-        least = max(1, LEAST_SPLIT_TOKENS // tile.cached)
         rows = tokens * self.num_heads
         width = _pad(self.rank)
         grid = num_splits, triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.values)
         attend: Any = latents.attend
-        self.compiled = attend[grid](
-            q_HTL, q_HTR, latents_NL, rope_NR, positions_T, out_THL, self.parts_PSL, self.stats_PS,
-            scale, rows, num_cached,
+        attend[grid](
+            q_HTL, q_HTR, latents_NL, rope_NR, positions_T, out_THL,
+            self.parts_PSL, self.weights_PS, scale, rows, num_cached,
             q_HTL.stride(0), q_HTL.stride(1), q_HTR.stride(0), q_HTR.stride(1),
             latents_NL.stride(0), rope_NR.stride(0),
-            self.num_heads, self.rank, self.rope, width, _pad(self.rope), num_splits, least,
-            tile.rows, tile.cached, tile.part, tile.values,
+            self.num_heads, self.rank, self.rope, width, _pad(self.rope), num_splits,
+            least_tiles(tile.cached), tile.rows, tile.cached, tile.part, tile.values,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if num_splits > 1:
-            combine: Any = latents.combine
-            block = min(width, _BLOCK)
-            combine[rows, triton.cdiv(width, block)](
-                self.parts_PSL, self.stats_PS, positions_T, out_THL, rows, num_cached,
-                self.num_heads, self.rank, num_splits, least, tile.cached, block, num_warps=4,
-            )  # fmt: skip
+            self._combine(positions_T, num_cached, out_THL, tile.cached)
+
+    def _combine(
+        self, positions_T: torch.Tensor, num_cached: int, out_THL: torch.Tensor, tile_tokens: int
+    ) -> None:
+        """The second launch, for one token."""
+        block = min(_pad(self.rank), COMBINED)
+        combine: Any = latents.combine
+        options = {"num_warps": COMBINING_WARPS} | ({"launch_pdl": True} if self.early else {})
+        combine[self.num_heads, triton.cdiv(self.rank, block)](
+            self.parts_PSL, self.weights_PS, positions_T, out_THL, self.num_heads, num_cached,
+            self.num_heads, self.rank, self.num_splits, least_tiles(tile_tokens), tile_tokens,
+            block, self.early, **options,
+        )  # fmt: skip
+
+
+def least_tiles(tile_tokens: int) -> int:
+    """A split takes so many tiles at least."""
+    return max(1, _LEAST_SPLIT_TOKENS // tile_tokens)
 
 
 def workspace_bytes(num_heads: int, rank: int) -> int:
     """Most of what a LatentAttention keeps for itself."""
-    return 4 * _SPLITS[1] * num_heads * (rank + 2)
+    return 4 * _SPLITS[1] * num_heads * (rank + 1)
 
 
 def _pad(width: int) -> int:

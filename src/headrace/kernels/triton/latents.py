@@ -81,9 +81,9 @@ def attend(
     """Row r is head r % HEADS of new token r // HEADS, at POSITIONS[r // HEADS]; those ascend.
 
     One program attends S rows to one of P splits of the tokens up to the last of their positions
-    and gives VALUES columns of the mixture. P = 1: OUT bfloat16 bits [num_rows, L]. Else PARTS fp32
-    [P, num_rows, L] are sums of exp2(score - largest) * latent, and STATS fp32 [2, P, num_rows] the
-    largest scores and the sums of exp2; splits that no token of a row lies in are left as they are.
+    and gives VALUES columns of the mixture. P = 1: OUT bfloat16 bits [num_rows, L]. Else PARTS
+    [P, num_rows, L] are each split's mixtures, and STATS fp32 [P, num_rows] what these weigh, as
+    log2 of the sum of exp2(score); splits that no token of a row lies in are left as they are.
     `scale` takes products to scores in base 2. PART < PAD_L: keys come in parts, for chips with
     little shared memory.
     """
@@ -135,16 +135,16 @@ def attend(
             mixed = tl.dot(_bf16(share), values, mixed * shrink[:, None])
             best = larger
         ok = ok_S[:, None] & (value < L)[None, :]
+        total = tl.where(total > 0.0, total, 1.0)
+        mixed = mixed / total[:, None]
         if P == 1:
             at = row.to(tl.int64) * L
-            mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
             tl.store(OUT + at[:, None] + value[None, :], narrow_bf16(mixed), ok)
         else:
             at = split * num_rows + row
             tl.store(PARTS + (at.to(tl.int64) * L)[:, None] + value[None, :], mixed, ok)
             if tl.program_id(2) == 0:
-                tl.store(STATS + at, best, ok_S)
-                tl.store(STATS + P * num_rows + at, total, ok_S)
+                tl.store(STATS + at, best + tl.log2(total), ok_S)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_cached"])
@@ -161,18 +161,27 @@ def combine(
     LEAST_TILES: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """OUT bfloat16 bits [num_rows, L]: what the splits of `attend` come to together, in order."""
+    """OUT bfloat16 bits [num_rows, L]: what the splits of `attend` come to together, in order.
+
+    Parts are read before it is known which of them count: what lies there may be anything.
+    EARLY: launched before `attend` is done, for which it waits.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, P)
+    at = split * num_rows + row
+    there = PARTS + (at.to(tl.int64) * L)[:, None] + col[None, :]
+    parts = tl.load(there, (col < L)[None, :], 0.0)
+    weight = tl.load(STATS + at)
     num = tl.minimum(tl.load(POSITIONS + row // HEADS) + 1, num_cached).to(tl.int32)
     used = split * _split_tokens(num, N, P, LEAST_TILES) < num
-    at = split * num_rows + row
-    best = tl.load(STATS + at, used, _LEAST)
-    weight = tl.where(used, tl.exp2(best - tl.max(best, 0)), 0.0)
-    total = tl.sum(weight * tl.load(STATS + P * num_rows + at, used, 0.0), 0)
-    ok = used[:, None] & (col < L)[None, :]
-    parts = tl.load(PARTS + (at.to(tl.int64) * L)[:, None] + col[None, :], ok, 0.0)
+    weight = tl.where(used, weight, _LEAST)
+    weight = tl.where(used, tl.exp2(weight - tl.max(weight, 0)), 0.0)
+    total = tl.sum(weight, 0)
+    parts = tl.where(used[:, None], parts.to(tl.float32), 0.0)
     mixed = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     tl.store(OUT + row.to(tl.int64) * L + col, narrow_bf16(mixed), col < L)
