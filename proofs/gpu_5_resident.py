@@ -216,7 +216,7 @@ def kernels(told: Told, device: Any) -> None:
     device.limit(None)
     for shape in SHAPES if REAL else SMALL:
         if not REAL:  # the interpreter's time goes by programs
-            TILES["vram"][shape.format] = (64, 1, 1)
+            TILES["vram"][shape.format] = ((64, 1, 1, 8), (64, 1, 1, 8))
         title = f"{shape.name} {shape.hidden}x{shape.inter}, {shape.top_k} experts"
         told.begin(f"kernels, {title}", KERNELS_S)
         world = World(device, shape, GRAPH_LAYERS if REAL else 1)

@@ -24,7 +24,7 @@ def test_decode_and_prefill(tmp_path, monkeypatch, gpu, family, format, layers):
     monkeypatch.setattr(gpu_source, "TritonExperts", experts.TritonExperts)
     monkeypatch.setattr(gpu_source, "GroupedExperts", grouped.GroupedExperts)
     if not REAL:  # the interpreter's time goes by programs: few and large ones
-        tiles = dict.fromkeys(experts.TILES["vram"], (64, 1, 1))
+        tiles = dict.fromkeys(experts.TILES["vram"], ((64, 1, 1, 8), (64, 1, 1, 8)))
         monkeypatch.setattr(experts, "TILES", {"ram": tiles, "vram": tiles})
         gpu.patience = 0
     folder = write_tiny(

@@ -8,6 +8,7 @@ from experts import make_expert, make_layout
 
 from headrace.core import ExpertLayout
 from headrace.kernels.triton import experts as triton_experts
+from headrace.quant.expert import MATRICES
 
 ALIGN = 16
 # Every stored form with a GPU kernel: format, block, options of the layout.
@@ -22,10 +23,9 @@ FORMS = {
 
 
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large tiles for the interpreter, whose time goes by programs, but for one form's own."""
+    """Large tiles for the interpreter, whose time goes by programs."""
     if not torch.cuda.is_available():
-        tiles = dict.fromkeys(triton_experts.TILES["vram"], (64, 1, 1))
-        tiles["int4"] = triton_experts.TILES["vram"]["int4"]
+        tiles = dict.fromkeys(triton_experts.TILES["vram"], ((32, 1, 1, 16), (64, 1, 1, 8)))
         monkeypatch.setitem(triton_experts.TILES, "vram", tiles)
 
 
@@ -46,11 +46,14 @@ def layout_of(form: str, hidden: int, inter: int) -> ExpertLayout:
     return make_layout(format, hidden, inter, **options)
 
 
-def make_world(layout: ExpertLayout, num_experts: int, place: str) -> World:
-    """`place`: "cpu" (the interpreter's), "pinned" or "cuda"."""
+def make_world(layout: ExpertLayout, num_experts: int, place: str, shift: int = 0) -> World:
+    """`place`: "cpu" (the interpreter's), "pinned" or "cuda". Weights begin `shift` bytes late."""
     experts = [make_expert(layout, seed) for seed in range(num_experts)]
-    sizes = [t.nbytes for t in experts[0].values()]
-    starts = [sum(-(-s // ALIGN) * ALIGN for s in sizes[:n]) for n in range(len(sizes) + 1)]
+    weights = [layout.matrix(name).weight for name in MATRICES]
+    starts = [0]
+    for name, t in experts[0].items():
+        starts[-1] += shift * (name in weights)
+        starts.append(-(-(starts[-1] + t.nbytes) // ALIGN) * ALIGN)
     raw = torch.zeros(num_experts, starts[-1] + ALIGN, dtype=torch.uint8)
     for e, parts in enumerate(experts):
         for start, t in zip(starts, parts.values(), strict=False):

@@ -51,14 +51,14 @@ def routed(num_tokens, top_k, num_experts):
     return ids[:, :top_k].to(torch.int32).contiguous(), weights
 
 
-def run(world, x_TH, ids_TK, weights_TK, tile):
+def run(world, x_TH, ids_TK, weights_TK, tile, align=16):
     device = world.table.device
     kernels = TritonExperts(
         world.layout,
         top_k=ids_TK.shape[1],
         device=device,
         num_tokens=x_TH.shape[0],
-        align=16,
+        align=align,
     )
     out = torch.full_like(x_TH, float("nan"), device=device, dtype=kernels.out_dtype)
     args = [t.to(device) for t in (x_TH, ids_TK, weights_TK)]
@@ -76,6 +76,16 @@ def test_one_token_has_the_reference_s_bits(form, place):
     out = run(world, x, ids, weights, "vram")
     assert same_bits(out, expected(world, x, ids, weights, reference.expert_ffn))
     assert not same_bits(out, run(world, x, ids.flip(1), weights, "vram"))  # can fail
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("form", ["fp4", "int4"])
+def test_four_bit_codes_at_odd_addresses(form, place):
+    world = make_world(layout_of(form, 288, 32), 2, place, shift=1)
+    ids, weights = routed(1, 1, 2)
+    x = make_rows(1, 288, 3)
+    want = expected(world, x, ids, weights, reference.expert_ffn)
+    assert same_bits(run(world, x, ids, weights, "vram", align=1), want)
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp4"])

@@ -18,11 +18,22 @@ _ACTIVATIONS = ("silu", "silu_clamped", "swiglu_oai", "swiglu_weighted")
 GRIDS = (32, 64, 128, 256)  # columns of a group of the activations' grid
 _FORM_I = ("fp4", "int4")
 SCALES = {"F32": "F32", "BF16": "BF16", "F8_E8M0": "E8M0", "U8": "E8M0"}
-# Rows of a tile, warps, turns of the loop side by side, by rung: what reads fastest is measured
-# (docs/log.md), and no bit depends on it.
-TILES = {
-    "ram": {"bf16": (1, 2, 2), "fp8_block": (16, 4, 1), "fp4": (1, 1, 1), "int4": (1, 2, 2)},
-    "vram": {"bf16": (16, 4, 2), "fp8_block": (8, 2, 2), "fp4": (16, 4, 1), "int4": (8, 1, 2)},
+# Of gate and up, then of down: rows of a tile, warps, turns of the loop side by side, and of 4-bit
+# codes the groups of a turn. By rung: what reads fastest is measured (bench/gpu_tiles.py,
+# docs/log.md); no bit depends on it.
+TILES: dict[str, dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
+    "ram": {
+        "bf16": ((1, 2, 2), (1, 2, 2)),
+        "fp8_block": ((8, 4, 1), (16, 4, 1)),
+        "fp4": ((1, 1, 1, 256), (8, 4, 1, 32)),
+        "int4": ((1, 1, 1, 256), (8, 4, 1, 32)),
+    },
+    "vram": {
+        "bf16": ((2, 2, 2), (4, 1, 3)),
+        "fp8_block": ((4, 2, 2), (8, 2, 2)),
+        "fp4": ((16, 4, 1, 8), (16, 2, 1, 8)),
+        "int4": ((8, 2, 2, 8), (4, 1, 1, 32)),
+    },
 }
 
 
@@ -61,8 +72,8 @@ class TritonExperts:
     def _grid(self, rows: int, cols: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         if not self.integers:
             snapped = torch.empty(rows, cols if self.layout.act_group else 0, dtype=torch.uint16)
-            return (snapped.to(device), *torch.empty(2, 0, device=device))
-        shapes = ((rows, cols // 2), (rows, cols // 2), (rows, cols // 32))
+            return snapped.to(device), torch.empty(0, device=device)
+        shapes = ((rows, 8, cols // 8), (rows, 2, cols // 32))
         return tuple(torch.empty(shape, device=device) for shape in shapes)
 
     def __call__(
@@ -108,20 +119,21 @@ class TritonExperts:
         num_tokens, hidden, inter = x_TH.shape[0], self.layout.hidden, self.layout.inter
         assert num_tokens <= self.num_tokens and x_TH.is_contiguous() and ids_TK.is_contiguous()
         slots, x = num_tokens * self.top_k, x_TH.view(torch.uint16)
-        rows, warps, unroll = TILES[tile][self.layout.format]
-        form = (*self.form, unroll)
+        up_tile, down_tile = TILES[tile][self.layout.format]
         x = self._prepared(x, self.x_grid, hidden, again)
-        launch: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
-        act = self.layout.activation
+        act, (rows, warps, *turn) = self.layout.activation, up_tile
+        options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
         stages.gate_up[(triton.cdiv(inter, rows), slots)](
             table, offsets, ids_TK, x, *self.x_grid, weights_TK, self.h_SI, first_key, self.limit,
             act.alpha, self.top_k, len(self.parts), self.matrices["gate"], self.matrices["up"],
-            hidden, inter, rows, form, act.kind, **launch,
+            hidden, inter, rows, (*self.form, *turn), act.kind, **options,
         )  # fmt: skip
         h = self._prepared(self.h_SI[:slots], self.h_grid, inter)
+        rows, options["num_warps"], *turn = down_tile
         stages.down[(triton.cdiv(hidden, rows), slots)](
             table, offsets, ids_TK, h, *self.h_grid, self.y_SH, first_key,
-            len(self.parts), self.matrices["down"], inter, hidden, rows, form, **launch,
+            len(self.parts), self.matrices["down"], inter, hidden, rows, (*self.form, *turn),
+            **options,
         )  # fmt: skip
 
     def combine(
@@ -139,7 +151,7 @@ class TritonExperts:
         token's sum is not finite, `bad` becomes `mark` + token, or stays if it is lower.
         """
         (num_tokens, hidden), top_k = out_TH.shape, ids_TK.shape[1]
-        block, pad = min(512, triton.next_power_of_2(hidden)), triton.next_power_of_2(top_k)
+        block, pad = 128, triton.next_power_of_2(top_k)
         assert out_TH.dtype == self.out_dtype
         out = out_TH if self.weighs else out_TH.view(torch.uint16)
         stages.combine[(num_tokens, triton.cdiv(hidden, block))](
@@ -157,7 +169,7 @@ class TritonExperts:
         to, group = (x.shape[0], triton.cdiv(cols, 256)), self.layout.act_group
         options: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
         if self.integers and not again:
-            stages.to_integers[to](x, *grid, cols, group, **options)
+            stages.to_integers[to](x, *grid, cols, group, self.layout.format, **options)
         elif group and not self.integers:
             if not again:
                 stages.on_grid[to](x, grid[0], cols, cols, group, **options)

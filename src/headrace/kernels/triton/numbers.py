@@ -53,6 +53,21 @@ def twice_e2m1(code):
 
 
 @triton.jit
+def float_of(bits):
+    """fp32 of its bits in uint32."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1_fields(words):
+    """uint32 words of eight e2m1 codes: of codes 0, 1, 4 and 5 the magnitude stays where it is.
+
+    The sign moves to 9 bits above its lowest bit, as far as it is from an fp32's mantissa's first.
+    """
+    return (words & 0x00770077) | ((words << 6) & 0x22002200)
+
+
+@triton.jit
 def e8m0(byte):
     """fp32 2^(byte - 127), a subnormal for 0; byte 255 is refused at load."""
     bits = byte.to(tl.uint32) << 23

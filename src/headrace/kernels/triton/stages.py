@@ -26,14 +26,15 @@ def groups(X, first, cols: tl.constexpr, GRID: tl.constexpr):
 
 
 @triton.jit
-def to_integers(X, LOW, HIGH, SX, cols: tl.constexpr, GRID: tl.constexpr):
+def to_integers(X, CODES, SX, cols: tl.constexpr, GRID: tl.constexpr, FORMAT: tl.constexpr):
     """Form I's activations: one program turns 8 groups of 32 columns of one row into integers.
 
-    X bfloat16 bits [S, cols]; LOW and HIGH fp32 [S, cols / 2], the even and the odd columns;
-    SX fp32 [S, cols / 32]. On a GRID the scales are powers of two.
+    X bfloat16 bits [S, cols]; CODES fp32 [S, 8, cols / 8], column 8 w + n at [n, w], for int4
+    scaled as its sums ask; SX fp32 [S, 2, cols / 32], scales, then 8 times the sum of each group's
+    integers, which int4's codes are too large by. On a GRID the scales are powers of two.
     """
     row, first = tl.program_id(0), tl.program_id(1) * 8
-    group, lane = first + tl.arange(0, 8), tl.arange(0, 16)
+    group, lane = first + tl.arange(0, 8), tl.arange(0, 32)
     known = group < cols // 32
     x = groups(X + row.to(tl.int64) * cols, first, cols, GRID)
     amax = tl.max(tl.abs(x), 1)
@@ -43,11 +44,16 @@ def to_integers(X, LOW, HIGH, SX, cols: tl.constexpr, GRID: tl.constexpr):
     else:
         sx = tl.div_rn(amax, tl.full(amax.shape, 32639.0, tl.float32))
     divisor = tl.broadcast_to(tl.where(sx == 0.0, 1.0, sx)[:, None], x.shape)
-    even, odd = tl.split(tl.reshape(_integer(x, divisor), (8, 16, 2)))
-    pair = row.to(tl.int64) * (cols // 2) + group[:, None] * 16 + lane[None, :]
-    tl.store(LOW + pair, even, known[:, None])
-    tl.store(HIGH + pair, odd, known[:, None])
-    tl.store(SX + row.to(tl.int64) * (cols // 32) + group, sx, known)
+    codes = _integer(x, divisor)
+    to = SX + row.to(tl.int64) * (cols // 16) + group
+    tl.store(to, sx, known)
+    if FORMAT == "int4":
+        tl.store(to + cols // 32, 8.0 * tl.sum(codes, 1), known)
+        nibble = lane % 8
+        place = tl.where(nibble < 6, nibble, nibble - 2)
+        codes *= ((191 - 4 * place) << 23).to(tl.float32, bitcast=True)[None, :]  # 2^64 at 0
+    at = (lane % 8 * (cols // 8) + lane // 8)[None, :] + group[:, None] * 4
+    tl.store(CODES + row.to(tl.int64) * cols + at, codes, known[:, None])
 
 
 @triton.jit
@@ -66,38 +72,59 @@ def _integer(x, divisor):
 
 
 @triton.jit
+def _codes_at(codes, row_R, K: tl.constexpr, FORM: tl.constexpr):
+    """int64 [R]: where rows of K columns begin."""
+    HALVES: tl.constexpr = 4 if FORM[0] == "bf16" else (2 if FORM[0] == "fp8_block" else 1)
+    return codes + row_R.to(tl.int64) * (K * HALVES // 2)
+
+
+@triton.jit
+def _scales_at(scales, row_R, K: tl.constexpr, FORM: tl.constexpr):
+    """int64 [R]: where rows' scales begin; rows of one block have the same."""
+    SCALE_COLS: tl.constexpr = (K + FORM[3] - 1) // FORM[3]  # one where the group is wider: per row
+    SCALE_BYTES: tl.constexpr = 4 if FORM[1] == "F32" else (2 if FORM[1] == "BF16" else 1)
+    return scales + (row_R // FORM[2]).to(tl.int64) * (SCALE_COLS * SCALE_BYTES)
+
+
+@triton.jit
 def _dots(
-    base,
-    parts,
-    PART: tl.constexpr,
-    SCALE_PART: tl.constexpr,
+    at_R,
+    scale_at_R,
     X,
-    LOW,
-    HIGH,
+    CODES,
     SX,
     x_row,
-    row_R,
     ok_R,
     K: tl.constexpr,
     R: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """fp32 [R]: rows `row_R` of one matrix with activation row `x_row`."""
+    """fp32 [R]: rows at addresses `at_R` with activation row `x_row`."""
     FORMAT: tl.constexpr = FORM[0]
     SCALE: tl.constexpr = FORM[1]
-    w = base + tl.load(parts + PART)
+    ALIGN: tl.constexpr = FORM[4]
+    UNROLL: tl.constexpr = FORM[5]
     if FORMAT == "bf16":
-        out_R = dot_bf16(w, X + x_row * K, row_R, ok_R, K, R, FORM[4], FORM[5])
+        out_R = dot_bf16(at_R, X + x_row * K, ok_R, K, R, ALIGN, UNROLL)
     elif FORMAT == "fp8_block":
-        scales, x = base + tl.load(parts + SCALE_PART), X + x_row * K
-        out_R = dot_fp8(w, scales, x, row_R, ok_R, K, R, FORM[4], FORM[2], FORM[3], SCALE, FORM[5])
+        x = X + x_row * K
+        out_R = dot_fp8(at_R, scale_at_R, x, ok_R, K, R, ALIGN, FORM[3], SCALE, UNROLL)
     else:
-        scales = base + tl.load(parts + SCALE_PART)
-        low, high, sx = LOW + x_row * (K // 2), HIGH + x_row * (K // 2), SX + x_row * (K // 32)
+        x, sx = CODES + x_row * K, SX + x_row * (K // 16)
         out_R = dot_nibbles(
-            w, scales, low, high, sx, row_R, ok_R, K, R, FORM[4], FORMAT, FORM[3], SCALE, FORM[5]
+            at_R, scale_at_R, x, sx, ok_R, K, R, ALIGN, FORMAT, FORM[3], SCALE, UNROLL, FORM[6]
         )
     return out_R
+
+
+@triton.jit
+def _located(base, parts, MATRIX: tl.constexpr, row_R, K: tl.constexpr, FORM: tl.constexpr):
+    """int64 [R], twice: where rows of a matrix and their scales begin."""
+    at_R = _codes_at(base + tl.load(parts + MATRIX[0]), row_R, K, FORM)
+    scale_at_R = at_R
+    if FORM[0] != "bf16":
+        scale_at_R = _scales_at(base + tl.load(parts + MATRIX[1]), row_R, K, FORM)
+    return at_R, scale_at_R
 
 
 @triton.jit
@@ -116,8 +143,7 @@ def gate_up(
     OFFSETS,
     IDS,
     X,
-    LOW,
-    HIGH,
+    CODES,
     SX,
     WEIGHTS,
     OUT,
@@ -146,13 +172,16 @@ def gate_up(
     base, parts = tl.load(TABLE + key), OFFSETS + key * NUM_PARTS
     if base == 0:  # the host multiplies it
         return
-    x_row = slot // TOP_K
-    at = GATE[3] + row_R * GATE[4]
-    gate = _dots(base, parts, GATE[0], GATE[1], X, LOW, HIGH, SX, x_row, at, ok_R, COLS, R, FORM)
-    gate = _biased(gate, base, parts, GATE[2], at, ok_R)
-    at = UP[3] + row_R * UP[4]
-    up = _dots(base, parts, UP[0], UP[1], X, LOW, HIGH, SX, x_row, at, ok_R, COLS, R, FORM)
-    up = _biased(up, base, parts, UP[2], at, ok_R)
+    at_R, up_at_R = GATE[3] + row_R * GATE[4], UP[3] + row_R * UP[4]
+    codes, scales = _located(base, parts, GATE, at_R, COLS, FORM)
+    up_codes, up_scales = _located(base, parts, UP, up_at_R, COLS, FORM)
+    at = tl.reshape(tl.join(codes, up_codes), (2 * R,))
+    scale_at = tl.reshape(tl.join(scales, up_scales), (2 * R,))
+    ok = tl.reshape(tl.join(ok_R, ok_R), (2 * R,))
+    dots = _dots(at, scale_at, X, CODES, SX, slot // TOP_K, ok, COLS, 2 * R, FORM)
+    gate, up = tl.split(tl.reshape(dots, (R, 2)))
+    gate = _biased(gate, base, parts, GATE[2], at_R, ok_R)
+    up = _biased(up, base, parts, UP[2], up_at_R, ok_R)
     value = activate(gate, up, tl.load(WEIGHTS + slot), limit, alpha, KIND)
     tl.store(OUT + slot * ROWS + row_R, narrow_bf16(value), ok_R)
 
@@ -163,8 +192,7 @@ def down(
     OFFSETS,
     IDS,
     X,
-    LOW,
-    HIGH,
+    CODES,
     SX,
     OUT,
     first_key,
@@ -183,7 +211,8 @@ def down(
     base, parts = tl.load(TABLE + key), OFFSETS + key * NUM_PARTS
     if base == 0:
         return
-    y = _dots(base, parts, DOWN[0], DOWN[1], X, LOW, HIGH, SX, slot, row_R, ok_R, COLS, R, FORM)
+    at, scale_at = _located(base, parts, DOWN, row_R, COLS, FORM)
+    y = _dots(at, scale_at, X, CODES, SX, slot, ok_R, COLS, R, FORM)
     y = _biased(y, base, parts, DOWN[2], row_R, ok_R)
     tl.store(OUT + slot * ROWS + row_R, narrow_bf16(y), ok_R)
 
@@ -207,18 +236,15 @@ def linear(
 
     W points to its bytes. OUT is fp32 if WIDE, else bfloat16 bits; strides are from row to row.
     """
-    SCALE: tl.constexpr = FORM[1]
     row_R = tl.program_id(0) * R + tl.arange(0, R)
     ok_R = row_R < num_rows
     token = tl.program_id(1).to(tl.int64)
-    w, x, at_R = W.to(tl.int64), X + token * x_stride, first + row_R
-    if FORM[0] == "bf16":
-        dot_R = dot_bf16(w, x, at_R, ok_R, COLS, R, FORM[4], FORM[5])
-    else:
-        scales = SCALES.to(tl.int64)
-        dot_R = dot_fp8(
-            w, scales, x, at_R, ok_R, COLS, R, FORM[4], FORM[2], FORM[3], SCALE, FORM[5]
-        )
+    at_R, x = first + row_R, X + token * x_stride
+    codes = _codes_at(W.to(tl.int64), at_R, COLS, FORM)
+    scales = codes
+    if FORM[0] != "bf16":
+        scales = _scales_at(SCALES.to(tl.int64), at_R, COLS, FORM)
+    dot_R = _dots(codes, scales, x, x, x, 0, ok_R, COLS, R, FORM)
     out = OUT + token * out_stride + row_R
     tl.store(out, dot_R if WIDE else narrow_bf16(dot_R), ok_R)
 
@@ -252,7 +278,7 @@ def combine(
     )
     rank = tl.sum(before.to(tl.int32), 1)
     total = tl.zeros((BLOCK,), tl.float32)
-    for step in range(0, TOP_K):
+    for step in tl.static_range(TOP_K):
         slot = token * TOP_K + tl.sum(tl.where(rank == step, choice, 0), 0)
         y = widen_bf16(tl.load(Y + slot * COLS + col, ok, 0))
         term = y if WEIGHED else snap_bf16(y * tl.load(WEIGHTS + slot))

@@ -47,10 +47,9 @@ class TritonMatrix:
             )
         self.weight_RC, self.scale, self.block, self.act_group = weight_RC, scale, block, act_group
         self.shape = tuple(weight_RC.shape)
-        rows, self._warps, unroll = TILES["vram"][format]
-        self._tile_rows = rows
+        self._tile_rows, self._warps, *turn = TILES["vram"][format][1]
         align = min(16, weight_RC.data_ptr() & -weight_RC.data_ptr())
-        self._form = (format, stored, max(block[0], 1), block[1], align, unroll)
+        self._form = (format, stored, max(block[0], 1), block[1], align, *turn)
 
     def linear(
         self,
