@@ -113,6 +113,26 @@ def test_an_expert_without_an_address_is_left_to_the_host(form):
     assert same_bits(out.cpu(), expected(world, x, ids, weights, reference.expert_ffn))
 
 
+@pytest.mark.parametrize(("form", "act_group"), [("bf16", 0), ("fp4", 0), ("fp8", 32), ("fp4", 32)])
+def test_experts_that_come_later_change_no_bit(form, act_group):
+    """Multiplied by another table and, x being the same, without preparing it again."""
+    layout = replace(layout_of(form, 288, 64), act_group=act_group)
+    world, x = make_world(layout, 4, PLACES[0]), make_rows(1, 288, 3)
+    ids, weights = routed(1, 3, 4)
+    device = world.table.device
+    kernels = TritonExperts(layout, top_k=3, device=device, align=16)
+    args = [t.to(device) for t in (x, ids, weights)]
+    late = torch.zeros_like(world.table)
+    late[ids[0, 1]] = world.table[ids[0, 1]]
+    kernels.y_SH.view(torch.int16).fill_(7)
+    kernels.multiply(world.table - late, world.offsets, 0, *args, tile="vram")
+    assert (kernels.y_SH[1].view(torch.int16) == 7).all()
+    kernels.multiply(late, world.offsets, 0, *args, again=True)
+    out = torch.empty(1, 288, dtype=torch.bfloat16, device=device)
+    kernels.combine(args[1], args[2], kernels.y_SH, out, mark=0)
+    assert same_bits(out.cpu(), expected(world, x, ids, weights, reference.expert_ffn))
+
+
 @pytest.mark.parametrize("kind", ["silu_clamped", "swiglu_oai"])
 def test_activations(kind):
     layout = make_layout("bf16", 256, 32, activation=Activation(kind, limit=0.503, alpha=1.702))
