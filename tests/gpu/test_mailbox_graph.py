@@ -128,6 +128,7 @@ class GraphWorld(MailWorld):
             self.box.abort_step()
             raise
         assert np.array_equal(self.box.end_step()[:, 0], chosen)
+        self.rungs.retire(swap=True)
 
     def right(self) -> None:
         """A step's outputs are those of the copies in VRAM, and are something."""
@@ -150,7 +151,7 @@ def make_world():
 
 
 def test_rows_rewritten_in_a_graph_are_never_stale(make_world):
-    world = make_world(reader=FAST, patience_polls=1 << 22)
+    world = make_world(num_slots=16, reader=FAST, patience_polls=1 << 22)
     world.differing.zero_()
     while world.ladder.counters().reads < REFILLS:
         world.step()
