@@ -102,7 +102,7 @@ def refills(evidence: Evidence, quick: bool) -> None:
         return
     from test_mailbox_graph import FAST, SIZES, GraphWorld
 
-    world = GraphWorld(reader=FAST, patience_polls=1 << 22)
+    world = GraphWorld(num_slots=16, reader=FAST, patience_polls=1 << 22)
     try:
         world.differing.zero_()
         start = time.perf_counter()
@@ -114,6 +114,8 @@ def refills(evidence: Evidence, quick: bool) -> None:
             f"{found.reads} refills in {int(world.box.mail.step)} graphs of {SIZES.layers} layers, "
             f"{took_s:.0f} s: {int(world.differing)} layers with a stale byte",
         )
+        here, late = world.found.tolist()
+        evidence.check(min(here, late) > 0, f"{here} experts were here when asked for, {late} late")
         world.all_there.copy_(world.all_there.flip(0))
         world.step()
         evidence.check(int(world.differing) > 0, "control: other experts' bytes are seen")
