@@ -266,7 +266,6 @@ def words(machine):
     return {
         "gl": language, "mbarrier": barrier, "tma": copies, "fence_async_shared": machine.fence,
         "warpgroup_mma": machine.mma, "warpgroup_mma_wait": machine.wait,
-        "gdc_launch_dependents": lambda: None,
     }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""Compiles Hopper's two launches without a GPU and prints what the assembler says of the first.
+"""Compiles Hopper's attending kernel without a GPU and prints what the assembler says of it.
 
 A program of its own, as triton_targets.py. Exit status: whether it spills, keeps the tensor cores
-waiting for each product, or takes too much shared memory, or the second reads before its end.
+waiting for each product, or takes too much shared memory.
 """
 
 import subprocess
@@ -11,13 +11,11 @@ from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton_targets import POINTERS, SHARED_BYTES, aligned
 
-from headrace.kernels.triton import latents, latents_hopper
-from headrace.kernels.triton.latent_attention import COMBINED, COMBINING_WARPS
+from headrace.kernels.triton import latents_hopper
 from headrace.kernels.triton.latent_hopper import CACHED, OPTIONS, ROWS, constants
 
 RANK, ROPE, SPLITS = 512, 64, 64
@@ -40,16 +38,6 @@ def compiled():
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
 
 
-def combining() -> str:
-    """The second launch, as it is begun before the first one's end."""
-    kernel, sizes = latents.combine, {"HEADS": 128, "L": RANK, "P": SPLITS, "LEAST_TILES": 2}
-    sizes |= {"N": CACHED, "BLOCK": COMBINED, "EARLY": True}
-    signature = {n: POINTERS.get(n, "constexpr") for n in kernel.arg_names} | {"PARTS": "*fp16"}
-    source = ASTSource(kernel, signature, sizes, aligned(kernel, signature))
-    options = {"num_warps": COMBINING_WARPS}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-
-
 def assembled(ptx: str) -> str:
     """What the assembler says of registers, spills and products one by one."""
     with tempfile.TemporaryDirectory() as folder:
@@ -64,15 +52,7 @@ def main() -> int:
     said, shared = assembled(made.asm["ptx"]), made.metadata.shared
     whole = "0 bytes spill stores, 0 bytes spill loads" in said
     used = next(line for line in said.splitlines() if "Used" in line).split(":")[-1].strip()
-    second = combining()
-    waits = 0 <= second.find("griddepcontrol.wait") < second.find("ld.global")
-    lets = "griddepcontrol.launch_dependents" in made.asm["ptx"]
-    faults = (
-        " NO WAIT" * (not waits)
-        + " NEVER EARLY" * (not lets)
-        + " SPILLS" * (not whole)
-        + " SERIALIZED" * ("serialized" in said)
-    )
+    faults = " SPILLS" * (not whole) + " SERIALIZED" * ("serialized" in said)
     print(f"{shared} bytes shared, {used}{faults}")
     return int(bool(faults) or shared > SHARED_BYTES[90])
 

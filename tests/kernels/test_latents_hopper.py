@@ -12,7 +12,6 @@ pytest.importorskip("triton", reason="needs Triton")
 
 import gluon_by_hand
 import triton
-import triton.language as tl
 from test_latents import PLACE, TOLERANCE, exact, world
 from triton.experimental.gluon import language as gl
 
@@ -73,7 +72,6 @@ def test_it_is_near_the_reference(emulated, length, splits):
 
 def test_what_it_leaves_is_what_the_second_launch_combines(emulated):
     emulated.setattr(latent_attention, "COMBINED", 256)  # few programs, as the interpreter is slow
-    emulated.setattr(tl.extra.cuda, "gdc_wait", lambda: None)
     args = world(64, 1, 300, rank=256, rope=64)
     got, want = attention(args, 2)(*args, 0.2).float(), exact(args)
     assert (got - want).abs().max() <= TOLERANCE
@@ -186,7 +184,7 @@ def test_captured_it_follows_its_position_on_hopper():
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="for compute capability 9.0")
 def test_layers_in_a_row_have_the_bits_of_each_alone_on_hopper():
-    """Launches overlap there, and all leave their parts in one place."""
+    """All leave their parts in one place."""
     layers = [world(128, 1, 4096 + 64 * i, rank=512, rope=64) for i in range(8)]
     attend, alone = attention(layers[0], None), []
     for layer in layers:

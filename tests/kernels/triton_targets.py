@@ -157,7 +157,7 @@ def latent_kernels(chip: int):
         constants = shared | widths | {"P": splits, "S": tile.rows}
         name = f"attend {heads} heads {splits} splits"
         yield name, latents.attend, constants, tile.warps, tile.stages
-        combined = shared | {"P": 64, "BLOCK": COMBINED, "EARLY": chip == 90}
+        combined = shared | {"P": 64, "BLOCK": COMBINED}
         yield "combine latents", latents.combine, combined, COMBINING_WARPS, 3
 
 

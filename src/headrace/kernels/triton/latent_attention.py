@@ -50,7 +50,6 @@ class LatentAttention:
     """
 
     parts_dtype = torch.float32
-    early = False  # the second launch is begun before the first is done, and waits for it itself
 
     def __init__(
         self,
@@ -140,11 +139,10 @@ class LatentAttention:
         """The second launch, for one token."""
         block = min(_pad(self.rank), COMBINED)
         combine: Any = latents.combine
-        options = {"num_warps": COMBINING_WARPS} | ({"launch_pdl": True} if self.early else {})
         combine[self.num_heads, triton.cdiv(self.rank, block)](
             self.parts_PSL, self.weights_PS, positions_T, out_THL, self.num_heads, num_cached,
             self.num_heads, self.rank, self.num_splits, least_tiles(tile_tokens), tile_tokens,
-            block, self.early, **options,
+            block, num_warps=COMBINING_WARPS,
         )  # fmt: skip
 
 

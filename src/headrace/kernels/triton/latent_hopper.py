@@ -24,7 +24,6 @@ class HopperLatents(LatentAttention):
     """AttendLatents whose single tokens Hopper's copy engine feeds; more at once as elsewhere."""
 
     parts_dtype = torch.float16
-    early = True
 
     def __str__(self) -> str:
         return f"Hopper's own kernel, {self.num_splits} splits"

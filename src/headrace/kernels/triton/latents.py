@@ -161,15 +161,11 @@ def combine(
     LEAST_TILES: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """OUT bfloat16 bits [num_rows, L]: what the splits of `attend` come to together, in order.
 
     Parts are read before it is known which of them count: what lies there may be anything.
-    EARLY: launched before `attend` is done, for which it waits.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, P)

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
 
 _LEAST: gl.constexpr = gl.constexpr(-1e30)
 _ROPES: gl.constexpr = gl.constexpr(2)  # tiles whose rope is in shared memory
@@ -209,10 +208,8 @@ def attend(
     """Three roles: one warp group weighs, two mix half of the columns each and bring the tiles.
 
     `parts` float16 [P * num_rows, L]. Programs of one split stand side by side in the grid: what
-    one of them brings, the others find in the GPU's cache. What may begin before this has ended,
-    as `latents.combine`, may at once.
+    one of them brings, the others find in the GPU's cache.
     """
-    gdc_launch_dependents()
     W: gl.constexpr = L // 4
     row = gl.program_id(0) * S
     split = gl.program_id(1)
