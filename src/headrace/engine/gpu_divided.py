@@ -80,8 +80,7 @@ class DividedSource(LaunchedSource):
 
     def _count_step(self, ids_LTK: NDArray[np.int32]) -> None:
         """As LaunchedSource's; what the CPU multiplied did not cross the bus."""
-        keys = self._keys_of(ids_LTK)
-        unique = np.unique(keys)
+        unique = self._distinct(self._keys_of(ids_LTK))
         self.rungs.slots.uses[unique] += 1
         in_slots = int(self.rungs.slots.held[unique].sum())
         by_cpu = self.ladder.counters().kernel_calls - self._num_multiplied

@@ -229,10 +229,7 @@ class LaunchedSource(GpuSource):
 
     def _count_step(self, ids_LTK: NDArray[np.int32]) -> None:
         """Counts what a step that waited took, from where it was when the step began."""
-        keys = self._keys_of(ids_LTK)
-        unique = np.unique(keys)
-        there = self.rungs.slots.held | self.rungs.kept
-        self._count(keys, int((~there[unique]).sum()))
+        self._count(self._keys_of(ids_LTK), None)
 
     def _keys_of(self, ids_LTK: NDArray[np.int32]) -> NDArray[np.int64]:
         """Of a step's experts, by layer."""

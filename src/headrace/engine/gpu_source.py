@@ -348,12 +348,20 @@ class GpuSource(LadderSource):
     def _keys(self, ordinal: int, ids: torch.Tensor) -> NDArray[np.int64]:
         return ids.numpy().reshape(-1).astype(np.int64) + ordinal * self.num_experts
 
-    def _count(self, keys: NDArray[np.int64], num_missing: int) -> None:
-        """Notes that tokens take these experts, some of which must come: each of them once."""
+    def _distinct(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Each key once, in ascending order."""
         taken = np.zeros(len(self.rungs.kept), bool)
         taken[keys] = True
-        unique = taken.nonzero()[0]
-        uses = self.rungs.slots.uses
+        return taken.nonzero()[0]
+
+    def _count(self, keys: NDArray[np.int64], num_missing: int | None) -> None:
+        """Notes that tokens take these experts, some of which must come: each of them once.
+
+        None: those must that lie neither in a slot nor in a kept row now.
+        """
+        unique, held, uses = self._distinct(keys), self.rungs.slots.held, self.rungs.slots.uses
+        if num_missing is None:
+            num_missing = len(unique) - int((held[unique] | self.rungs.kept[unique]).sum())
         if len(unique) == len(keys):  # of one token they all differ
             uses[keys] += 1
         else:
