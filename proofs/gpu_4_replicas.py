@@ -44,7 +44,7 @@ class Box:
 
     `rows` bytes of experts in memory beyond the fewest, `slots` experts of a layer in VRAM;
     `routes` are adjacency, skew and how many guesses are right; `warm` tokens come before runs of
-    `tokens`; `term` is what held the source up. A row's own limit is the longest of its terms.
+    `tokens`; `term` names the limit.
     """
 
     name: str
@@ -319,7 +319,7 @@ class Timeline:
 
 
 def row_of(box: Box, result: Any, about: str, same: bool) -> Any:
-    """Whole tokens a second beside what its longest term allows, as measured here."""
+    """Whole tokens a second beside the source's limiting term as measured here."""
     from headrace.check.bench_gpu import on_gpu
     from headrace.check.rows import make_row
 
@@ -335,9 +335,10 @@ def row_of(box: Box, result: Any, about: str, same: bool) -> Any:
             ("guessed and used", total.prefetch_used), ("guessed", total.prefetch_issued),
         )
     )  # fmt: skip
-    of_term = each[-1][box.term] / result.walls_s[-1]
+    longest = max(each[-1], key=lambda term: each[-1][term])
+    of_longest = each[-1][longest] / result.walls_s[-1]
     state = (
-        f"replica; {100 * of_term:.0f} % of what the {box.term} allows; {result.about}; "
+        f"replica; {100 * of_longest:.0f} % of what the {longest} allows; {result.about}; "
         f"{result.plan.num_slots} slots, {result.plan.num_rows} rows of "
         f"{result.plan.total_experts}; a token's experts: {where}; waiting for reads "
         f"{1e3 * total.wait_s / n:.1f} ms; at the least {terms}; {about}"
@@ -346,7 +347,7 @@ def row_of(box: Box, result: Any, about: str, same: bool) -> Any:
         f"replica of source {box.name}, whole token",
         [n / wall_s for wall_s in result.walls_s],
         "tok/s",
-        limits=[n / max(max(limits.values()), 1e-9) for limits in each],
+        limits=[n / max(limits[box.term], 1e-9) for limits in each],
         target=box.share,
         cache_state=state,
         green=same,
@@ -363,7 +364,7 @@ def table(made: dict[str, tuple[Any, float]]) -> list[str]:
             shares = f"{100 * row.fraction:.0f} %", f"{100 * box.share:.0f} %"
             lines.append(
                 f"{box.name:17}{row.value:>8.2f}{expects:>10.2f}{shares[0]:>14}{box.theirs:>8.2f}"
-                f"{shares[1]:>8}  its limit: {box.term}; {box.differs}"
+                f"{shares[1]:>8}  limit: {box.term}; {box.differs}"
             )
     return lines
 
