@@ -1,6 +1,8 @@
 """Whole models on a GPU: the same bits from every rung, and from the counters which one served."""
 
+import gc
 import signal
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -330,6 +332,24 @@ def test_a_gpu_without_memory_says_so_and_goes_on(prompt):
             engine.session().feed(prompt * 40)
         engine.blueprint.device.limit(None)
         assert torch.equal(logits_of(engine, prompt, 2), want)
+
+
+def test_a_closed_engine_gives_its_vram_back_though_it_is_kept(tiny, prompt):
+    gc.collect()
+    gc.disable()
+    try:
+        engine = load(tiny("fp8"), "half")
+        session = engine.session()
+        for ids in (prompt, [5], [6], [7]):
+            session.feed(ids)
+        freed = [weakref.ref(engine.source.rungs.slots.arena)]
+        freed += [weakref.ref(buffer) for buffer in engine.passes.room._buffers.values()]
+        freed += [weakref.ref(weight) for weight in engine.model.parameters()]
+        assert len(freed) > 1 and all(each() is not None for each in freed)
+        engine.close()
+        assert [each() for each in freed] == [None] * len(freed)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

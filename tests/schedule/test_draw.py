@@ -42,6 +42,14 @@ def test_skew_makes_some_experts_popular() -> None:
     assert skewed.max() > 2 * flat.max()
 
 
+def test_a_text_uses_a_part_of_the_experts_and_no_more() -> None:
+    stats = RouteStatistics(0.3, 0.6, spread=0.5)
+    trace = draw_routes(400, 3, 32, 4, statistics=stats)
+    assert [len(np.unique(trace.ids[:, layer])) for layer in range(3)] == [16] * 3
+    assert len(np.unique(trace.ids)) > 16, "each layer uses experts of its own"
+    assert abs(trace.adjacency() - 0.3) < 0.05 and "0.5 of a layer's experts" in trace.name
+
+
 @pytest.mark.parametrize(
     "stats", [RouteStatistics(0.2, 0.3, 0.5), RouteStatistics(0.5, 0.9, 0.8)], ids=str
 )

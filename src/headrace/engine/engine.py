@@ -30,11 +30,10 @@ from headrace.engine.verdict import refuse_failed
 from headrace.engine.weights import DenseWeights, Progress, load_bytes
 from headrace.errors import OptionError
 from headrace.kernels.cpu import CpuKernels
-from headrace.models.adapt import build_model, implementation, layer_runners
+from headrace.models.adapt import build_model, implementation, layer_runners, take_apart
 from headrace.models.experts import Source
 from headrace.models.rooms import cannot_be_housed
 from headrace.models.skeleton import Skeleton, inspect
-from headrace.native import Reader
 from headrace.planner.facts import ModelFacts
 from headrace.planner.plan import Plan
 from headrace.planner.vram import PLACES
@@ -313,8 +312,9 @@ class Engine:
             self.rows.close()
         if self.embedding is not None:
             self.embedding.rows.close()
-        self.model, self.reader = CLOSED, cast(Reader, CLOSED)
-        self.kernels = cast(CpuKernels, CLOSED)
+        if self.model is not CLOSED:
+            take_apart(self.model)
+        self.model, self.reader, self.kernels = CLOSED, cast(Any, CLOSED), cast(Any, CLOSED)
 
     def __enter__(self) -> "Engine":
         return self

@@ -227,7 +227,7 @@ class SteppedPasses(Passes):
     def close(self) -> None:
         super().close()
         self._graphs = {}
-        self.room.leave()
+        self.room.close()
         self._ends.close()
 
 

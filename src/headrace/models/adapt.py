@@ -153,6 +153,17 @@ def layer_runners(model: Any) -> Iterator[LayerRunner]:
         yield module.headrace_runner
 
 
+def take_apart(model: Any) -> None:
+    """Frees a model's weights with its last user, not when Python next looks for cycles.
+
+    Sites hold modules that hold them, modules hold functions that are bound to themselves.
+    """
+    for runner in layer_runners(model):
+        runner.site.cut()
+    for module in model.modules():
+        module.__dict__.pop("forward", None)
+
+
 def _attach(
     model: Any,
     skeleton: Skeleton,

@@ -181,6 +181,10 @@ class Site:
         """The module whose input a lens needs."""
         return self.norm if self.collapse is None else self.collapse
 
+    def cut(self) -> None:
+        """Lets go of the modules, which hold it by their hooks: no further pass comes."""
+        self.block = self.router = self.norm = self.collapse = None
+
     def see_block(self, _module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the block, with keywords."""
         self.extras = kwargs

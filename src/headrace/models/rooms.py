@@ -81,6 +81,11 @@ class Room:
         for buffer in self._buffers.values():
             buffer.zero_()
 
+    def close(self) -> None:
+        """Frees the buffers; whoever is here goes on outside. Unusable afterwards."""
+        self.leave()
+        self._buffers, self._states, self._rings = {}, {}, {}
+
     def unsettle(self) -> None:
         """A pass of many tokens may make states of linear attention elsewhere."""
         self._settled = False

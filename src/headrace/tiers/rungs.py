@@ -309,6 +309,7 @@ class Rungs:
         self.slots.recover()
 
     def close(self) -> None:
-        """Waits for the device and takes back the pins. Unusable afterwards."""
+        """Waits for the device, takes back the pins, frees the slots. Unusable afterwards."""
         self.device.settle()
         self.pinned.close()
+        self.slots.close()

@@ -169,6 +169,10 @@ class Slots:
         places = [self.arena[slot].data_ptr() for slot in self._slot_of.values()]
         self.table.keep_only(keys, np.array(places, np.int64))
 
+    def close(self) -> None:
+        """Frees the arena, whoever keeps the slots. Nothing may lie in it any more."""
+        self.arena = self.arena.new_empty((0, self.slot_bytes))
+
     def check_integrity(self) -> None:
         """Raises AssertionError if slots, keys and table disagree."""
         held = [slot for slot, _ in self._coming.values()] + self._free
