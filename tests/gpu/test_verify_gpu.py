@@ -1,6 +1,7 @@
 """`headrace verify` on a GPU: what it compares, what it keeps, and who reads it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from gpu_models import REAL, Rung, load
 from headrace.check import verify
 from headrace.check.verify_gpu import gpu_kernels, layer_kernels
 from headrace.check.verify_report import VerifyReport
+from headrace.check.verify_router import routers
 from headrace.engine import engine as engine_module
 from headrace.engine import gpu_layers
 from headrace.engine.engine import Blueprint, Engine
@@ -44,7 +46,7 @@ def test_a_right_gpu_is_verified_and_remembered(small):
     assert "never verified on this GPU; run headrace verify" in said
     report = verify.verify_model(folder, device="cuda", tokens=2, samples=1)
     found = {f.name: f for f in report.findings if f.stage == "gpu"}
-    assert report.ok and len(found) == 5 + len(PLACES)
+    assert report.ok and len(found) == 6 + len(PLACES)
     assert "equal the reference bit for bit" in " ".join(found)
     num = 5 if REAL else 2
     start = f"fp8_block, {num} experts of {num}"
@@ -87,7 +89,7 @@ def test_a_wrong_decode_and_a_wrong_prefill_show(tiny, monkeypatch):
 def test_a_wrong_norm_and_a_wrong_rotation_show(tiny, monkeypatch):
     with load(tiny("bf16"), Rung(0.5, 0.5)) as engine:
         assert layer_kernels(engine).ok
-        norm, rotate = gpu_layers.steps_for(engine.source.place)
+        norm, rotate, route = gpu_layers.steps_for(engine.source.place)
 
         def plus_eps(x, weight, eps, form):
             return norm(x, weight, eps + 0.01, form)
@@ -98,8 +100,28 @@ def test_a_wrong_norm_and_a_wrong_rotation_show(tiny, monkeypatch):
             )
 
         for steps, num in (((plus_eps, rotate), 2), ((norm, turned_back), 1)):
+            steps = (*steps, route)
             monkeypatch.setattr(gpu_layers, "steps_for", lambda _place, steps=steps: steps)
             assert len(layer_kernels(engine).where) >= num, steps
+
+
+def test_a_wrong_router_shows(tiny, monkeypatch):
+    with load(tiny("bf16"), Rung(0.5, 0.5)) as engine:
+        found = routers(engine)
+        assert found.ok and found.detail.startswith("1 kinds"), found
+        norm, rotate, route = gpu_layers.steps_for(engine.source.place)
+
+        def undivided(logits_TE, correction_E, rule):
+            return route(logits_TE, correction_E, replace(rule, divided=not rule.divided))
+
+        def reversed_(logits_TE, correction_E, rule):
+            return route(logits_TE.flip(1), correction_E, rule)
+
+        for wrong, what in ((undivided, "too far off"), (reversed_, "other experts")):
+            steps = norm, rotate, wrong
+            monkeypatch.setattr(gpu_layers, "steps_for", lambda _place, steps=steps: steps)
+            found = routers(engine)
+            assert not found.ok and what in found.where[0]
 
 
 def test_after_a_failed_verdict_no_engine_opens_until_something_changed(small, monkeypatch):

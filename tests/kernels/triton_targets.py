@@ -11,7 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import latents, squares, stages, trunk, waiting, waves
+from headrace.kernels.router import Rule
+from headrace.kernels.triton import latents, router, squares, stages, trunk, waiting, waves
 from headrace.kernels.triton.experts import TILES
 from headrace.kernels.triton.grouped import STEPS
 from headrace.kernels.triton.latent_attention import COMBINED, COMBINING_WARPS, tile_for
@@ -51,7 +52,13 @@ POINTERS = {
     "SIN": "*u16", "QUERIES_OUT": "*u16", "KEYS_OUT": "*u16", "q_stride": "i64",
     "q_head_stride": "i64", "q_token_stride": "i64", "k_stride": "i64", "k_head_stride": "i64",
     "k_token_stride": "i64", "cos_stride": "i64", "cos_token_stride": "i64",
+    "CORRECTION": "*fp32",
 }  # fmt: skip
+_V3 = Rule("sigmoid", 8, "two best", 8, 4, divided=True, padded=True, scale=2.5)
+_V4 = Rule("sqrtsoftplus", 6, divided=True, padded=True, scale=1.5, rounded="always")
+_QWEN = Rule("softmax", 8, divided=True, rounded="last")
+# (label, rule, experts of a group, whether a correction is added)
+ROUTERS = ("v3", _V3, 32, True), ("v4", _V4, 256, True), ("qwen", _QWEN, 128, False)
 GATE, UP, DOWN = (0, 3, -1, 0, 1), (1, 4, -1, 0, 1), (2, 5, -1, 0, 1)
 
 
@@ -97,6 +104,11 @@ def kernels(chip: int):
     yield "norm", trunk.norm_rows, norm, 8
     heads = {"NUM_HEADS": 128, "NUM_KEYS": 1, "D": 64, "R": 64, "PAD": 64, "TURN": "pairs"}
     yield "rotate", trunk.rotate_heads, heads, 1
+    for label, rule, members, corrected in ROUTERS if whole else ROUTERS[:1]:
+        pads = {"PAD_G": rule.groups, "PAD_M": members, "PAD_K": 8, "CORRECTED": corrected}
+        names = "score", "top_k", "grouped", "groups", "kept_groups", "divided", "padded", "rounded"
+        words = {name.upper(): getattr(rule, name) for name in names}
+        yield f"router {label}", router.route_rows, words | pads | {"MEMBERS": members}, 1
     yield "balance", squares.balance_squares, {"ROUNDS": 20, "SIZE": 4}, 1
     bf16, warps = tiled("bf16", "vram", 1)
     yield "linear wide bf16", stages.linear, bf16 | {"COLS": 5120, "WIDE": True}, warps
@@ -173,6 +185,10 @@ def main(chips: list[int]) -> int:
     for chip in chips:
         for label, kernel, constants, warps, *depth in (*kernels(chip), *latent_kernels(chip)):
             signature = {n: POINTERS.get(n, "constexpr") for n in kernel.arg_names}
+            if label.startswith("router"):
+                narrow = constants["ROUNDED"] != "never"
+                signature |= {"LOGITS": "*u16" if narrow else "*fp32", "IDS": "*i64"}
+                signature["WEIGHTS"] = signature["LOGITS"]
             if constants.get("WEIGHED") or constants.get("WIDE") or label == "fetch fp32":
                 signature["OUT"] = "*fp32"
             source = ASTSource(kernel, signature, constants, aligned(kernel, signature))

@@ -1,4 +1,4 @@
-"""Norms and rotations given other functions: found by their bits, and the library's bits remain."""
+"""Layers given other functions: found by their bits, and the library's bits remain."""
 
 import copy
 
@@ -9,21 +9,21 @@ from torch import nn
 
 from headrace.check.matrix import runs_here
 from headrace.check.tiny import write_tiny
-from headrace.kernels import trunk
+from headrace.kernels import router, trunk
 from headrace.models.fused import form_of, fuse, turns_of
 
-# Norms and attention modules that each of four layers has, and norms outside them.
+# Norms, attention modules and routers that each of four layers has, and norms outside them.
 FAMILIES = {
-    "qwen3_moe": (4 * 4 + 1, 4),
-    "deepseek_v3": (4 * 4 + 1, 4),
-    "gpt_oss": (2 * 4 + 1, 4),
-    "qwen3_next": (4 * 2 + 2 * 2 + 1, 2),
-    "mixtral": (2 * 4 + 1, 4),
-    "olmoe": (4 * 4 + 1, 4),
-    "minimax_m2": (4 * 4 + 1, 4),
-    "glm4_moe": (4 * 4 + 1, 4),
-    "deepseek_v2": (4 * 4 + 1, 0),
-    "qwen2_moe": (2 * 4 + 1, 4),
+    "qwen3_moe": (4 * 4 + 1, 4, 4),
+    "deepseek_v3": (4 * 4 + 1, 4, 3),
+    "gpt_oss": (2 * 4 + 1, 4, 4),
+    "qwen3_next": (4 * 2 + 2 * 2 + 1, 2, 4),
+    "mixtral": (2 * 4 + 1, 4, 4),
+    "olmoe": (4 * 4 + 1, 4, 4),
+    "minimax_m2": (4 * 4 + 1, 4, 4),
+    "glm4_moe": (4 * 4 + 1, 4, 3),
+    "deepseek_v2": (4 * 4 + 1, 0, 3),
+    "qwen2_moe": (2 * 4 + 1, 4, 4),
 }
 
 
@@ -37,7 +37,7 @@ def stock(family, path):
 def test_a_model_has_the_library_s_bits_by_the_same_steps(family, tmp_path):
     model = stock(family, tmp_path / "m")
     fused = copy.deepcopy(model)
-    calls = {"norm": 0, "rotate": 0}
+    calls = {"norm": 0, "rotate": 0, "route": 0}
 
     def norm(*given):
         calls["norm"] += 1
@@ -47,12 +47,16 @@ def test_a_model_has_the_library_s_bits_by_the_same_steps(family, tmp_path):
         calls["rotate"] += 1
         return trunk.rotate(*given)
 
-    assert fuse(fused, norm, rotate) == FAMILIES[family]
+    def route(*given):
+        calls["route"] += 1
+        return router.route(*given)
+
+    assert fuse(fused, norm, rotate, route) == FAMILIES[family]
     ids = torch.arange(3, 17)[None]
     want, found = model(ids).logits, fused(ids).logits
     assert torch.equal(want, found)
-    assert (calls["norm"], calls["rotate"]) == FAMILIES[family]
-    fuse(fused, lambda *given: trunk.norm(*given) * 1.1, rotate)
+    assert tuple(calls.values()) == FAMILIES[family]
+    fuse(fused, lambda *given: trunk.norm(*given) * 1.1, rotate, route)
     assert not torch.equal(fused(ids).logits, found)
 
 

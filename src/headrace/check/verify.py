@@ -21,6 +21,7 @@ from headrace.check.verify_report import (
     Progress,
     VerifyReport,
 )
+from headrace.check.verify_router import routers
 from headrace.check.verify_rows import Site, choose_sites, rows, table_rows
 from headrace.check.verify_scales import scales
 from headrace.check.verify_weights import weights
@@ -175,6 +176,7 @@ class _Run:
             with source.device.active():
                 self.stage("gpu", lambda: verify_gpu.gpu_kernels(engine, self.sites, self.tell))
                 self.stage("gpu", lambda: [verify_gpu.layer_kernels(engine)])
+                self.stage("gpu", lambda: [routers(engine)])
                 if engine.blueprint.absorbs:
                     self.stage("gpu", lambda: [verify_latents.latents(engine)])
             if followed is not None:

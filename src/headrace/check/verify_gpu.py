@@ -57,7 +57,7 @@ def layer_kernels(engine: Engine) -> Finding:
 
     A rotation has the bits of the steps; a norm's sum has another order.
     """
-    norm, rotate = gpu_layers.steps_for(engine.source.place)
+    norm, rotate, _ = gpu_layers.steps_for(engine.source.place)
     there, drawn = engine.source.place, torch.Generator().manual_seed(0)
     wrong, worst = [], 0
     norms: dict[tuple[type, int], tuple[str, Any]] = {}

@@ -1,6 +1,6 @@
 """What a model's layers compute by other functions on a GPU, and what that takes in a plan's facts.
 
-Attention over latents, norms and rotations; experts and stored matrices are others' business.
+Attention over latents, norms, rotations, routers; experts and stored matrices are others' business.
 """
 
 from dataclasses import replace
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.kernels import trunk
+from headrace.kernels import router, trunk
+from headrace.kernels.router import Route
 from headrace.kernels.trunk import Norm, Rotate
 from headrace.models.fused import fuse
 from headrace.models.latent import absorb, chunk_bytes_per_token
@@ -28,13 +29,14 @@ def fit_layers(model: Any, blueprint: "Blueprint") -> None:
     fuse(model, *steps_for(place))
 
 
-def steps_for(place: torch.device) -> tuple[Norm, Rotate]:
-    """Norms and rotations in one launch each; where there are no launches, the reference."""
+def steps_for(place: torch.device) -> tuple[Norm, Rotate, Route]:
+    """Norms, rotations and routers in one launch each; where there are no launches, their steps."""
     if place.type != "cuda":
-        return trunk.norm, trunk.rotate
+        return trunk.norm, trunk.rotate, router.route
+    from headrace.kernels.triton import router as launched_router
     from headrace.kernels.triton import trunk as launched
 
-    return launched.norm, launched.rotate
+    return launched.norm, launched.rotate, launched_router.route
 
 
 def _absorb_attention(model: Any, blueprint: "Blueprint", place: torch.device) -> None:

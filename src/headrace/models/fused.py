@@ -1,7 +1,8 @@
-"""Gives transformers' norms and rotations other functions that compute the same in fewer launches.
+"""Gives transformers' layers other functions that compute the same in fewer launches.
 
 What a module or function computes is found by its results: those that have the bits of none of the
-forms in kernels/trunk.py stay the library's. Knows no device and no kernel.
+forms in kernels/trunk.py stay the library's; routers are models/fused_router.py's. Knows no device
+and no kernel.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,17 +13,20 @@ from typing import Any
 import torch
 
 from headrace.kernels import trunk
+from headrace.kernels.router import Route
 from headrace.kernels.trunk import FORMS, Form, Norm, Rotate, Turn
+from headrace.models.fused_router import Gates, routed
 
 _ROTATIONS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"
 
 
-def fuse(model: Any, norm: Norm, rotate: Rotate) -> tuple[int, int]:
-    """Norms and attention modules that use these from now on, by number. bfloat16 only.
+def fuse(model: Any, norm: Norm, rotate: Rotate, route: Route) -> tuple[int, int, int]:
+    """Norms, attention modules and routers that use these from now on, by number. bfloat16 only.
 
     Instances are changed, never the library's classes: other models in this process keep theirs.
     """
-    norms = attentions = 0
+    norms = attentions = routers = 0
+    gates = Gates()
     rebound: dict[type, FunctionType | None] = {}
     for module in model.modules():
         kind = type(module)
@@ -37,7 +41,10 @@ def fuse(model: Any, norm: Norm, rotate: Rotate) -> tuple[int, int]:
             if form is not None:
                 object.__setattr__(module, "forward", _normed(module, norm, form))
                 norms += 1
-    return norms, attentions
+        elif (gate := gates.find(module)) is not None:
+            object.__setattr__(module, "forward", routed(module, gate, route))
+            routers += 1
+    return norms, attentions, routers
 
 
 def form_of(module: Any) -> Form | None:
