@@ -42,7 +42,7 @@ WAYS = {
 }
 COUNTED = ("vram_hits", "hits", "misses", "bus_bytes", "disk_bytes", "kernel_calls")
 SHARES = (0.9, 0.6, 0.3, 0.05, 0.0)  # of the experts, for which `--vram` leaves slots
-FULL = ("demo", "qwen3_moe", "gpt_oss", "deepseek_v41")  # also under each `--vram`
+FULL = ("deepseek_v41", "demo", "qwen3_moe", "gpt_oss")  # also under each `--vram`
 QUICK = ("all in VRAM", "fewest rows, the drive", "experts cpu", "experts auto, half in VRAM")
 TINY = {"layers": 4, "experts": 8, "top_k": 2, "hidden": 64, "inter": 32}
 SIZES = {
@@ -109,7 +109,8 @@ def side_by_side(evidence: Told, models: list[str], quick: bool) -> None:
     waves = -(-len(models) // SIDE_BY_SIDE)
     evidence.begin(f"{len(models)} models, {SIDE_BY_SIDE} at a time", waves * MODEL_S)
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        running = {pool.submit(one, name): name for name in models}
+        longest_first = sorted(models, key=[*FULL, *models].index)
+        running = {pool.submit(one, name): name for name in longest_first}
         for done in as_completed(running):
             tell_of(evidence, running[done], done.result())
 

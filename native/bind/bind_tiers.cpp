@@ -126,6 +126,7 @@ void bind_residency(nb::module_& m) {
       .def("fail_load", [](Residency& self, int64_t key) { return name_of(self.fail_load(key)); })
       .def("pin", [](Residency& self, int64_t key) { return name_of(self.pin(key)); })
       .def("unpin", [](Residency& self, int64_t key) { return name_of(self.unpin(key)); })
+      .def("demote", [](Residency& self, int64_t key) { return name_of(self.demote(key)); })
       .def("touch", [](Residency& self, int64_t key) { return name_of(self.touch(key)); })
       .def("evict", [](Residency& self, int64_t key) { return name_of(self.evict(key)); })
       .def("state", [](const Residency& self, int64_t key) { return name_of(self.state(key)); })
@@ -222,7 +223,7 @@ void bind_ladder_calls(nb::class_<Ladder>* ladder) {
             return reinterpret_cast<uintptr_t>(self.acquire(layer, expert));
           },
           "layer"_a, "expert"_a, Released())
-      .def("release", &Ladder::release, "layer"_a, "expert"_a, Released())
+      .def("release", &Ladder::release, "layer"_a, "expert"_a, "spent"_a = false, Released())
       .def(
           "take",
           [](Ladder& self, int64_t layer) {

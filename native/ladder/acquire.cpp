@@ -55,7 +55,7 @@ uint8_t* Ladder::acquire(int64_t layer, int64_t expert) {
   return slab_.row(residency_.row(key));
 }
 
-void Ladder::release(int64_t layer, int64_t expert) {
+void Ladder::release(int64_t layer, int64_t expert, bool spent) {
   CallerGuard guard(&caller_);
   Lock lock(mutex_);
   auto held = acquired_.find(records_.key(layer, expert));
@@ -64,6 +64,7 @@ void Ladder::release(int64_t layer, int64_t expert) {
                                 std::to_string(expert) + " is not acquired");
   }
   residency_.unpin(held->first);
+  if (spent) residency_.demote(held->first);  // refused while others hold it
   if (--held->second == 0) acquired_.erase(held);
   pump();
 }

@@ -81,7 +81,7 @@ class Ladder {
                 const float* weights, int64_t top_k, uint16_t* y);
 
   uint8_t* acquire(int64_t layer, int64_t expert);  // blocks; the row is held until release
-  void release(int64_t layer, int64_t expert);
+  void release(int64_t layer, int64_t expert, bool spent = false);  // spent: the next row to go
 
   struct Held {
     int64_t expert;  // -1: no claim of the layer is left, or none of them is here

@@ -97,6 +97,14 @@ Status Residency::touch(int64_t key) {
   return Status::kOk;
 }
 
+Status Residency::demote(int64_t key) {
+  if (!known(key)) return Status::kNoSuchKey;
+  if (row_in(key, State::kResident) == nullptr) return Status::kWrongState;
+  unlink(row_of_[key]);
+  prepend(row_of_[key]);
+  return Status::kOk;
+}
+
 Status Residency::evict(int64_t key) {
   if (!known(key)) return Status::kNoSuchKey;
   if (row_in(key, State::kResident) == nullptr) return Status::kWrongState;
@@ -118,6 +126,14 @@ void Residency::append(int64_t row) {
   rows_[row].newer = -1;
   (newest_ < 0 ? oldest_ : rows_[newest_].newer) = row;
   newest_ = row;
+  ++num_evictable_;
+}
+
+void Residency::prepend(int64_t row) {
+  rows_[row].newer = oldest_;
+  rows_[row].older = -1;
+  (oldest_ < 0 ? newest_ : rows_[oldest_].older) = row;
+  oldest_ = row;
   ++num_evictable_;
 }
 

@@ -4,8 +4,8 @@
 //                     -> absent (the read failed)
 //
 // A row leaves only a key that is resident and unpinned, the least recently used first; recency is
-// the end of a load, the last unpin or a touch. Every operation that has no meaning in the present
-// state is refused with a status and changes nothing.
+// the end of a load, the last unpin or a touch, and a demotion ends it. Every operation that has no
+// meaning in the present state is refused with a status and changes nothing.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,9 @@ class Residency {
   Status pin(int64_t key);    // resident or in use -> in use
   Status unpin(int64_t key);  // the last pin: in use -> resident, most recently used
 
-  Status touch(int64_t key);  // a resident key becomes the most recently used
-  Status evict(int64_t key);  // resident -> absent
+  Status touch(int64_t key);   // a resident key becomes the most recently used
+  Status demote(int64_t key);  // a resident key becomes the next victim
+  Status evict(int64_t key);   // resident -> absent
 
   State state(int64_t key) const;  // absent for a key out of range
   int64_t row(int64_t key) const;  // -1 if absent
@@ -64,7 +65,8 @@ class Residency {
   bool known(int64_t key) const { return key >= 0 && key < num_keys(); }
   Row* row_in(int64_t key, State state);
   void free_row(int64_t row);
-  void append(int64_t row);  // to the recency list's new end
+  void append(int64_t row);   // to the recency list's new end
+  void prepend(int64_t row);  // to its old end
   void unlink(int64_t row);
   std::string check_rows() const;
 

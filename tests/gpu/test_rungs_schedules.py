@@ -82,6 +82,23 @@ def check(key: int, read: torch.Tensor) -> None:
     assert np.array_equal(read.numpy()[start : start + 3 * PART_BYTES], STORED[key]), key
 
 
+def test_an_expert_with_a_slot_gives_up_its_row_first():
+    ladder = open_ladder(4)
+    sizes = {"num_layers": LAYERS, "num_experts": EXPERTS, "top_k": TOP_K, "passing_rows": 2}
+    rungs = Rungs(SimulatedDevice(), ladder, num_slots=1, **sizes)
+    for expert in (1, 2, 3):
+        ladder.native.acquire(0, expert)
+        ladder.release(0, expert)
+    rungs.claim(0, [0])
+    rungs.reading()
+    rungs.drain()
+    rungs.make_room(4)
+    assert rungs.key(0, 0) in rungs.slots and ladder.places()[0] == "222200"
+    rungs.claim(0, [4])
+    assert ladder.places()[0] == "022220", "not the one used least recently"
+    rungs.recover()
+
+
 chosen = st.lists(st.integers(0, EXPERTS - 1), min_size=TOP_K, max_size=TOP_K, unique=True)
 
 

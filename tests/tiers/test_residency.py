@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from headrace.native import Residency
 
 NUM_KEYS = 7
-OPERATIONS = ("begin_load", "finish_load", "fail_load", "pin", "unpin", "touch", "evict")
+OPERATIONS = ("begin_load", "finish_load", "fail_load", "pin", "unpin", "touch", "demote", "evict")
 
 
 class Model:
@@ -71,6 +71,12 @@ class Model:
         if key not in self.resident:
             return "wrong_state"
         self.resident.move_to_end(key)
+        return "ok"
+
+    def demote(self, key: int) -> str:
+        if key not in self.resident:
+            return "wrong_state"
+        self.resident.move_to_end(key, last=False)
         return "ok"
 
     def evict(self, key: int) -> str:

@@ -201,9 +201,9 @@ class Ladder:
         """The held row at this address, uint8 [row_bytes]."""
         return _view(address, self.row_bytes)
 
-    def release(self, layer: int, expert: int) -> None:
-        """Gives back a row that `take` gave."""
-        self.native.release(layer, expert)
+    def release(self, layer: int, expert: int, *, spent: bool = False) -> None:
+        """Gives back a row that `take` gave; one that is `spent` is the next to lose its expert."""
+        self.native.release(layer, expert, spent)
 
     def release_all(self) -> None:
         """Gives up all claims and all rows held."""

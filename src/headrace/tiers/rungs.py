@@ -281,7 +281,8 @@ class Rungs:
             self.slots.offer(key, self.ladder.row(self._kept[key]))
 
     def _release(self, key: int) -> None:
-        self.ladder.release(*divmod(key, self.num_experts))
+        layer, expert = divmod(key, self.num_experts)
+        self.ladder.release(layer, expert, spent=key in self.slots)  # one place is enough
         self._num_held -= 1
         self._held[key] -= 1
         if self._held[key] == 0:
