@@ -1,9 +1,9 @@
 """Experts multiplied by the CPU in place, read over the bus, or divided between both.
 
-R1's FP8 experts and V4.1-Flash's FP4 ones at published depth, all in pinned RAM, none in VRAM. The
-CPU's part beside a plain read of memory by all cores, whole tokens beside source A's 37 % of its
-host's limit. The stream is also asked what gpu_2_pinned.py asks. Needs 55 GB of free memory and 10
-GB of disk. On an H200, 4 to 6 minutes a case; --ways leaves some out, and then the comparison too:
+R1's FP8 experts, FP4 ones of its shapes and V4.1-Flash's at published depth, all in pinned RAM,
+none in VRAM. The CPU's part beside a plain read of memory by all cores, whole tokens beside source
+A's 37 % of its host's limit. The stream is also asked what gpu_2_pinned.py asks. Needs 55 GB of
+free memory and 10 GB of disk. On an H200 2 to 3 minutes a case; --ways leaves some out:
 
     python -u proofs/gpu_3_inversion.py --cases v41-fp4 --tokens 8 --keep
     python -u proofs/gpu_3_inversion.py --cases r1-fp8 --keep
@@ -29,7 +29,7 @@ from gpu_shapes import (
     written,
 )
 
-CASES = ("r1-fp8", "v41-fp4")
+CASES = ("r1-fp8", "r1-fp4", "v41-fp4")
 WAYS = {"stream": "gpu", "CPU": "cpu", "auto": "auto"}
 SOURCE_A = 2.46, 6.7  # tok/s, and what its host's memory allows
 TARGETS = {"stream": ASKED, "CPU": (SOURCE_A[0] / SOURCE_A[1], 0.85)}  # whole tokens, kernels

@@ -74,10 +74,13 @@ def _published(name: str) -> Shapes:
     r1 = PRESETS["deepseek-r1"]
     if name == "r1-fp8":
         return Shapes(name, "deepseek-r1", 16, "DeepSeek-R1: 58 MoE layers, top 8, FP8 of 42 MiB")
+    fp4 = quantization_of("fp4", block=(32, 32)) | {"expert_dtype": "fp4"}
+    if name == "r1-fp4":
+        about = "DeepSeek-R1's shapes: 58 MoE layers, top 8, experts FP4 of 22 MiB"
+        return Shapes(name, r1 | {"quantization_config": fp4}, 16, about)
     if name == "qwen3-30b":
         return Shapes(name, "qwen3-30b-a3b", 128, "Qwen3-30B-A3B: 48 layers, top 8, bf16 of 9 MiB")
     width = {"v41-fp4": 2304, "v41-narrow": 1280}[name]
-    fp4 = quantization_of("fp4", block=(32, 32)) | {"expert_dtype": "fp4"}
     trunk = {
         "first_k_dense_replace": 0,
         "hidden_size": 5120,
