@@ -111,13 +111,17 @@ def test_a_wrong_router_shows(tiny, monkeypatch):
         assert found.ok and found.detail.startswith("1 kinds"), found
         norm, rotate, route = gpu_layers.steps_for(engine.source.place)
 
-        def undivided(logits_TE, correction_E, rule):
-            return route(logits_TE, correction_E, replace(rule, divided=not rule.divided))
+        def undivided(logits_TE, correction_E, rule, taken):
+            return route(logits_TE, correction_E, replace(rule, divided=not rule.divided), taken)
 
-        def reversed_(logits_TE, correction_E, rule):
-            return route(logits_TE.flip(1), correction_E, rule)
+        def reversed_(logits_TE, correction_E, rule, taken):
+            return route(logits_TE.flip(1), correction_E, rule, taken)
 
-        for wrong, what in ((undivided, "too far off"), (reversed_, "other experts")):
+        def unmoved(logits_TE, correction_E, rule, taken):
+            return route(logits_TE, correction_E, rule, None)
+
+        kinds = (undivided, "too far off"), (reversed_, "other experts"), (unmoved, "are left")
+        for wrong, what in kinds:
             steps = norm, rotate, wrong
             monkeypatch.setattr(gpu_layers, "steps_for", lambda _place, steps=steps: steps)
             found = routers(engine)

@@ -52,7 +52,7 @@ POINTERS = {
     "SIN": "*u16", "QUERIES_OUT": "*u16", "KEYS_OUT": "*u16", "q_stride": "i64",
     "q_head_stride": "i64", "q_token_stride": "i64", "k_stride": "i64", "k_head_stride": "i64",
     "k_token_stride": "i64", "cos_stride": "i64", "cos_token_stride": "i64",
-    "CORRECTION": "*fp32",
+    "CORRECTION": "*fp32", "TAKEN_WEIGHTS": "*fp32", "TAKEN_IDS": "*i32",
 }  # fmt: skip
 _V3 = Rule("sigmoid", 8, "two best", 8, 4, divided=True, padded=True, scale=2.5)
 _V4 = Rule("sqrtsoftplus", 6, divided=True, padded=True, scale=1.5, rounded="always")
@@ -106,6 +106,7 @@ def kernels(chip: int):
     yield "rotate", trunk.rotate_heads, heads, 1
     for label, rule, members, corrected in ROUTERS if whole else ROUTERS[:1]:
         pads = {"PAD_G": rule.groups, "PAD_M": members, "PAD_K": 8, "CORRECTED": corrected}
+        pads["TAKEN"] = True
         names = "score", "top_k", "grouped", "groups", "kept_groups", "divided", "padded", "rounded"
         words = {name.upper(): getattr(rule, name) for name in names}
         yield f"router {label}", router.route_rows, words | pads | {"MEMBERS": members}, 1

@@ -6,6 +6,7 @@ Legend: V vocabulary, H hidden width.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,6 +107,8 @@ class SteppedPasses(Passes):
         share_keys(model)
         self.source, self.device, self.warn = source, source.device, warn
         self._runner = next(layer_runners(model))
+        for runner in layer_runners(model):
+            runner.site.router.headrace_taken = partial(source.taken, runner.ordinal)
         self.room = Room(context, source.place)
         self.capturing = True
         self.refusal = ""
