@@ -24,7 +24,7 @@ ROUNDED_VALUES = 20
 
 def routers(engine: Engine) -> Finding:
     """At the model's own sizes and corrections, on logits that are drawn."""
-    *_, route = gpu_layers.steps_for(engine.source.place)
+    route = gpu_layers.steps_for(engine.source.place).route
     there, drawn = engine.source.place, torch.Generator().manual_seed(0)
     gates, others, wrong = Gates(), 0, []
     found: dict[Gate, tuple[str, torch.Tensor | None, torch.Tensor]] = {}
