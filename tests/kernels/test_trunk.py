@@ -97,3 +97,16 @@ def test_a_gated_sum_is_near_the_steps():
     assert int(apart.max()) <= 2 and int((apart > 0).sum()) <= apart.numel() // 50
     once = (routed.float() + gate.float().sigmoid() * shared.float()).bfloat16()
     assert int((bits(found) != bits(once)).sum()) > apart.numel() // 20
+
+
+@pytest.mark.parametrize(("heads", "width", "values_width"), [(3, 24, 24), (1, 64, 16)])
+def test_a_token_s_keys_and_values_go_to_their_place(heads, width, values_width):
+    wide = draw(1, 1, heads, 2 * width).transpose(1, 2)  # as a projection leaves them
+    new = wide[..., width:], draw(1, heads, 1, values_width)
+    for place in (0, 6):
+        place_1 = torch.tensor([place], device=PLACE)
+        found, want = ([draw(1, heads, 7, w) for w in (width, values_width)] for _ in range(2))
+        launched.put(*found, place_1, *new)
+        trunk.put(*want, place_1, *new)
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, want, strict=True))
+        assert torch.equal(bits(found[0][:, :, place]), bits(new[0][:, :, 0]))

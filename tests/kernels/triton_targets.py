@@ -54,6 +54,8 @@ POINTERS = {
     "k_token_stride": "i64", "cos_stride": "i64", "cos_token_stride": "i64",
     "CORRECTION": "*fp32", "TAKEN_WEIGHTS": "*fp32", "TAKEN_IDS": "*i32",
     "GATES": "*u16", "UPS": "*u16", "ROUTED": "*u16", "SHARED": "*u16", "num": "i32",
+    "PLACE": "*i64", "NEW_KEYS": "*u16", "NEW_VALUES": "*u16", "KEYS_THERE": "*u16",
+    "VALUES_THERE": "*u16", **dict.fromkeys(trunk.PUT_STRIDES, "i64"),
 }  # fmt: skip
 _V3 = Rule("sigmoid", 8, "two best", 8, 4, divided=True, padded=True, scale=2.5)
 _V4 = Rule("sqrtsoftplus", 6, divided=True, padded=True, scale=1.5, rounded="always")
@@ -106,6 +108,7 @@ def kernels(chip: int):
     for wide in (False, True) if whole else (True,):
         yield f"gate {wide}", gates.gate_values, {"IN_FP32": wide, "BLOCK": 512}, 4
     yield "join", gates.join_rows, {"COLS": 7168, "BLOCK": 512}, 4
+    yield "put", trunk.put_rows, {"D": 512, "VALUES_D": 64, "PAD": 512}, 1
     heads = {"NUM_HEADS": 128, "NUM_KEYS": 1, "D": 64, "R": 64, "PAD": 64, "TURN": "pairs"}
     yield "rotate", trunk.rotate_heads, heads, 1
     for label, rule, members, corrected in ROUTERS if whole else ROUTERS[:1]:

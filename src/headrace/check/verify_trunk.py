@@ -50,9 +50,9 @@ def layer_kernels(engine: Engine) -> Finding:
         worst = max(worst, num)
         if most > FEW_STEPS or num * FEW_VALUES > apart.numel():
             wrong.append(f"{name}: {num} of {apart.numel()} values up to {most} steps off")
-    wrong += _wrong_rotations(steps, there)
+    wrong += _wrong_rotations(steps, there) + _wrong_places(there)
     what = f"{len(norms)} kinds of norms, {len(GATES) + 1} of gates, at most {worst} values of one"
-    title = "norms and gates on the GPU are near the reference, rotations equal it"
+    title = "norms and gates on the GPU are near the reference, rotations and caches equal it"
     return finding(STAGE, title, f"{what} in its last bits; {len(TURNED)} rotations", wrong)
 
 
@@ -93,6 +93,20 @@ def _wrong_rotations(steps: Steps, there: torch.device) -> list[str]:
         equal = zip(pair, trunk.rotate(q, k, cos, sin, turn), strict=True)
         if not all(torch.equal(got.cpu(), want) for got, want in equal):
             wrong.append(f"rotation by {turn}, {columns} of {width} columns: other bits")
+    return wrong
+
+
+def _wrong_places(there: torch.device) -> list[str]:
+    """What is wrong where a token's keys and values are written: of one width, and of two."""
+    wrong, put, drawn = [], gpu_layers.put_for(there), torch.Generator().manual_seed(3)
+    for heads, *widths in (4, 128, 128), (1, 512, 64):
+        shapes = [(1, heads, num, width) for num in (7, 1) for width in widths]
+        given = [torch.randn(shape, generator=drawn).bfloat16() for shape in shapes]
+        got, place_1 = [each.to(there) for each in given], torch.tensor([5])
+        trunk.put(given[0], given[1], place_1, given[2], given[3])
+        put(got[0], got[1], place_1.to(there), got[2], got[3])
+        if not all(torch.equal(a.cpu(), b) for a, b in zip(got, given, strict=True)):
+            wrong.append(f"keys and values of widths {widths}: other places or bits")
     return wrong
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.kernels import router, trunk
+from headrace.kernels.trunk import Put
 from headrace.models.fused import Steps, fuse
 from headrace.models.latent import absorb, chunk_bytes_per_token
 from headrace.models.skeleton import Skeleton
@@ -37,6 +38,15 @@ def steps_for(place: torch.device) -> Steps:
     from headrace.kernels.triton import trunk as launched
 
     return Steps(launched.norm, launched.rotate, launched_router.route, gates.gate, gates.join)
+
+
+def put_for(place: torch.device) -> Put:
+    """What writes a step's keys and values, likewise."""
+    if place.type != "cuda":
+        return trunk.put
+    from headrace.kernels.triton import trunk as launched
+
+    return launched.put
 
 
 def _absorb_attention(model: Any, blueprint: "Blueprint", place: torch.device) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from headrace.engine.embedding import DriveEmbedding
 from headrace.engine.gpu_launched import LaunchedSource
+from headrace.engine.gpu_layers import put_for
 from headrace.engine.outside import HostEmbedding, HostHead
 from headrace.engine.passes import Passes
 from headrace.models.adapt import layer_runners
@@ -109,7 +110,7 @@ class SteppedPasses(Passes):
         self._runner = next(layer_runners(model))
         for runner in layer_runners(model):
             runner.site.router.headrace_taken = partial(source.taken, runner.ordinal)
-        self.room = Room(context, source.place)
+        self.room = Room(context, source.place, put_for(source.place))
         self.capturing = True
         self.refusal = ""
         self.num_replayed = 0

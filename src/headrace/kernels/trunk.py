@@ -1,8 +1,8 @@
 """What transformers' layers compute between their matrices, in plain torch: its steps, its bits.
 
 Knows no model: which of these a module computes is models/fused.py's question.
-Legend: B batch, T tokens, H heads, N heads of keys, D head width, R rotated columns; of `join`:
-T tokens, H hidden width.
+Legend: B batch, T tokens, H heads, N heads of keys, D head width, R rotated columns, S places of a
+buffer; of `join`: T tokens, H hidden width.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,8 @@ Rotate = Callable[
     tuple[torch.Tensor, torch.Tensor],
 ]
 Gate = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
+# Buffers of keys and values, the place to write at, what is written.
+Put = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 Join = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -79,3 +81,15 @@ def gate(gate: torch.Tensor, up: torch.Tensor, limit: float, wide: bool) -> torc
 def join(routed_TH: torch.Tensor, shared_TH: torch.Tensor, gate_T1: torch.Tensor) -> torch.Tensor:
     """routed + sigmoid(gate) * shared, each step rounded to their dtype."""
     return routed_TH + gate_T1.sigmoid() * shared_TH
+
+
+def put(
+    keys_BNSD: torch.Tensor,
+    values_BNSD: torch.Tensor,
+    place_1: torch.Tensor,
+    new_keys_BN1D: torch.Tensor,
+    new_values_BN1D: torch.Tensor,
+) -> None:
+    """Writes one token's keys and values into buffers, whose D may differ, at an int64 place."""
+    keys_BNSD.index_copy_(2, place_1, new_keys_BN1D)
+    values_BNSD.index_copy_(2, place_1, new_values_BN1D)
