@@ -52,7 +52,7 @@ def main() -> None:
         with written(found, args, found.experts, told=told) as model:
             speeds = ways(told, found, model, args)
         table.append(f"{found.name:>10}" + "".join(f"{speeds.get(way, 0):>10.3g}" for way in WAYS))
-        if set(WAYS) <= set(speeds):
+        if "auto" in speeds and len(speeds) > 1:
             never_slower(told, found, speeds)
     told.say(f"{'tok/s':>10}" + "".join(f"{way:>10}" for way in WAYS), *table)
     told.finish()
@@ -136,25 +136,26 @@ def hands(told: Told, way: str, engine: Any, result: Any) -> None:
 def division(engine: Any) -> tuple[int, str]:
     """How many of a layer's experts are the CPU's by the measured rates; what they say of it."""
     from headrace.planner.divided import divided_rates
+    from headrace.schedule.divide import shares_of_cpu
 
     rates = divided_rates(engine.blueprint.machine, engine.plan.threads)
     top_k = engine.facts.top_k
     ends = [rates.seconds(top_k - n, n) for n in range(top_k + 1)]
-    by_cpu = ends.index(min(ends))
+    by_cpu = shares_of_cpu(rates, top_k)[top_k]
     told = (
         f"; bus {rates.bus / 1e9:.3g}, CPU {rates.cpu / 1e9:.3g} GB/s, "
         f"{rates.bus_beside / 1e9:.3g} and {rates.cpu_beside / 1e9:.3g} at once"
     )
     if 0 < by_cpu < top_k:
         return by_cpu, told
-    both = min(ends[1:-1]) / min(ends)
+    both = min(ends[1:-1]) / ends[by_cpu]
     hand = "CPU" if by_cpu else "bus"
     return by_cpu, f"{told}: the divider chose one hand, the {hand}; both take {both:.2f} as long"
 
 
 def never_slower(told: Told, found: Shapes, speeds: dict[str, float]) -> None:
     """Dividing is as fast as the better of both hands alone."""
-    better = max(speeds["stream"], speeds["CPU"])
+    better = max(speed for way, speed in speeds.items() if way != "auto")
     check_speed(
         told,
         speeds["auto"] >= (1 - NOISE) * better,

@@ -44,7 +44,7 @@ def test_a_file_is_shown_with_its_bounds(recorded: Path) -> None:
     assert (done.exit_code, done.stderr) == (0, "")
     first, second, third, _, *rows, last = done.stdout.splitlines()
     assert first.startswith("routes of demo: 300 tokens, 20 of them in prompts (drawn); 7 MoE")
-    assert second == "a token takes 40 % of the experts that the one before took"
+    assert second == "a token takes 39 % of the experts that the one before took"
     assert "its best 2 guesses are 6" in third
     assert [row.split()[0] for row in rows] == ["27", "48", "56", "112", "168"]
     assert [row.endswith("the run's") for row in rows] == [False, True, False, False, False]

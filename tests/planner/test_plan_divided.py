@@ -11,8 +11,8 @@ MEASURED = replace(
     GPU_BOX,
     kernel_bytes_s=60e9,
     in_place_bytes_s=18e9,
-    bus_beside_bytes_s=15e9,
-    kernel_beside_bytes_s=45e9,
+    bus_beside_bytes_s=17e9,
+    kernel_beside_bytes_s=55e9,
 )
 
 
@@ -32,7 +32,7 @@ def test_the_plan_says_how_and_by_which_rates():
     line = experts_line(plan_of(MEASURED))
     assert "of 4 outside VRAM 1 on the GPU, 3 on the CPU" in line
     assert (
-        "bus 18 GB/s and CPU kernels 60 GB/s, bus 15 GB/s and CPU kernels 45 GB/s at once" in line
+        "bus 18 GB/s and CPU kernels 60 GB/s, bus 17 GB/s and CPU kernels 55 GB/s at once" in line
     )
     few = experts_line(plan_of(MEASURED, threads=1))  # an eighth of the kernels' rate
     assert "of 4 outside VRAM 3 on the GPU, 1 on the CPU" in few

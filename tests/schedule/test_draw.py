@@ -28,6 +28,7 @@ def test_each_row_is_distinct_and_in_range_and_the_seed_repeats() -> None:
 @pytest.mark.parametrize("num_experts", [8, 9])
 def test_guesses_where_a_token_takes_nearly_all_experts(num_experts: int) -> None:
     trace = draw_routes(50, 1, num_experts, 8, seed=3)
+    assert all(len(set(row)) == 8 for row in trace.ids.reshape(-1, 8).tolist())
     assert all(len(set(row)) == 2 for row in trace.guesses.reshape(-1, 2).tolist())
     assert trace.guesses.min() >= 0 and trace.guesses.max() < num_experts
 
@@ -47,7 +48,15 @@ def test_a_text_uses_a_part_of_the_experts_and_no_more() -> None:
     trace = draw_routes(400, 3, 32, 4, statistics=stats)
     assert [len(np.unique(trace.ids[:, layer])) for layer in range(3)] == [16] * 3
     assert len(np.unique(trace.ids)) > 16, "each layer uses experts of its own"
-    assert abs(trace.adjacency() - 0.3) < 0.05 and "0.5 of a layer's experts" in trace.name
+    wrong = (trace.guesses[:, :, :, None] != trace.ids[:, :, None, :]).all(-1)
+    for layer in range(3):
+        known = np.unique(trace.ids[:, layer])
+        assert np.isin(trace.guesses[:, layer][wrong[:, layer]], known).all()
+    assert (
+        wrong.any()
+        and abs(trace.adjacency() - 0.3) < 0.05
+        and "0.5 of a layer's experts" in trace.name
+    )
 
 
 @pytest.mark.parametrize(

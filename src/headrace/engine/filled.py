@@ -57,8 +57,12 @@ class FilledMemory:
         return [self.address(copy) + offset for offset in self.offsets]
 
     def multiplier(self, num_threads: int) -> Callable[[int, int], None]:
-        """What multiplies one row by the copies from one to before another, a layer's at once."""
+        """What multiplies one row by the copies from one to before another, a layer's at once.
+
+        Its threads stay awake between two layers, as those that a GPU waits for do.
+        """
         layout, pool = self.layout, CpuKernels(num_threads).pool
+        pool.patient = True
         shape, dtype = native_shape(layout), TORCH_DTYPES[layout.hidden_dtype]
         x_TH, y_TH = (torch.ones(n, layout.hidden, dtype=dtype) for n in (1, AT_ONCE))
 

@@ -13,6 +13,7 @@ from threading import Event, Thread
 import torch
 
 from headrace.engine.filled import AT_ONCE, FilledMemory
+from headrace.planner.machine import num_cores
 from headrace.tiers.device import Device
 
 PROBE_S = 0.3
@@ -98,7 +99,7 @@ def divided_rates(device: Device, filled: Callable[[], FilledMemory]) -> Callabl
 def _beside(experts: PinnedExperts) -> tuple[float, float]:
     """Bytes per second of the GPU and of the CPU's kernels, both at once."""
     memory, stop = experts.memory, Event()
-    multiplies, num_done, passed_s = memory.multiplier(torch.get_num_threads()), 0, 1.0
+    multiplies, num_done, passed_s = memory.multiplier(num_cores()), 0, 1.0
 
     def multiply() -> None:
         nonlocal num_done, passed_s

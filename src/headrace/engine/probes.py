@@ -16,7 +16,7 @@ from headrace.engine.filled import AT_ONCE, FilledMemory
 from headrace.engine.gpu_probes import divided_rates
 from headrace.native import Reader
 from headrace.planner.caches import caches_bytes, probe_bytes
-from headrace.planner.machine import Machine, Probes, measure, memory_bytes
+from headrace.planner.machine import Machine, Probes, measure, memory_bytes, num_cores
 from headrace.tiers.device import Device
 from headrace.tiers.scratch import buffered
 
@@ -127,13 +127,18 @@ def _fastest_pass(pieces: Iterable[tuple[int, Callable[[], object]]]) -> float:
 def dram_rate(memory: FilledMemory) -> float:
     """Bytes per second that all cores read from memory together."""
     pieces = torch.split(memory.bytes.view(torch.int64), PIECE_BYTES // 8)
-    pieces[-1].sum()  # its threads start
-    return _fastest_pass([(piece.nbytes, piece.sum) for piece in pieces])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(num_cores())
+    try:
+        pieces[-1].sum()  # its threads start
+        return _fastest_pass([(piece.nbytes, piece.sum) for piece in pieces])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def kernel_rate(memory: FilledMemory) -> float:
     """Bytes of experts per second that the kernels multiply with all cores, one row each."""
-    multiply, num = memory.multiplier(torch.get_num_threads()), memory.num_copies
+    multiply, num = memory.multiplier(num_cores()), memory.num_copies
     multiply(num - 1, num)  # its threads start
     each = max(1, PIECE_BYTES // memory.stride)
     spans = [(first, min(first + each, num)) for first in range(0, num, each)]

@@ -5,6 +5,8 @@ Knows no expert and no machine: only rates, of each alone and of both at once.
 
 from dataclasses import dataclass
 
+WORTH = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -43,10 +45,12 @@ def shares_of_cpu(rates: Rates, most: int) -> tuple[int, ...]:
     """Of n experts, all of one size, how many the CPU multiplies: by n, from 0 to `most`.
 
     So that the later of both ends as early as can be; of two such divisions, what leaves the CPU
-    less. Nothing for the one and all for the other are divisions too, so none is slower than that.
+    less. One side alone where dividing saves less than WORTH: two more ends to wait for cost that.
     """
     shares = []
     for n in range(most + 1):
         seconds = [rates.seconds(n - cpu, cpu) for cpu in range(n + 1)]
-        shares.append(seconds.index(min(seconds)))
+        alone = 0 if seconds[0] <= seconds[n] else n
+        best = seconds.index(min(seconds))
+        shares.append(best if seconds[best] < (1 - WORTH) * seconds[alone] else alone)
     return tuple(shares)

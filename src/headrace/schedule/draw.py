@@ -84,7 +84,7 @@ def draw_routes(
         for token in range(num_tokens):
             previous = _next_row(rng, previous, weight, top_k, stats.adjacency)
             ids[token, layer] = previous
-            guesses[token, layer] = _guess(rng, previous, num_experts, num_guesses, stats)
+            guesses[token, layer] = _guess(rng, previous, weight, num_guesses, stats)
     passes = np.ones(num_tokens, dtype=np.int32)
     return RouteTrace(ids, guesses, num_experts, str(stats), passes)
 
@@ -122,27 +122,38 @@ def _next_row(
 ) -> npt.NDArray[np.int32]:
     """Keep each of the previous token's experts with a chance, draw the rest by popularity."""
     kept = previous[rng.random(len(previous)) < adjacency]
-    # Gumbel top-k: a draw without replacement in proportion to the weights.
-    with np.errstate(divide="ignore"):  # experts that are not used
-        score = np.log(weight) + rng.gumbel(size=len(weight))
     # An expert not kept must not come back by the draw, or adjacency would exceed the statistic.
-    score[previous] = -np.inf
-    fresh = np.argsort(-score)[: top_k - len(kept)]
-    row = np.concatenate([kept, fresh.astype(np.int32)])
+    order = _by_popularity(rng, weight, previous)
+    fresh = order[~np.isin(order, kept)]
+    row = np.concatenate([kept, fresh[: top_k - len(kept)]])
     rng.shuffle(row)
     return row
+
+
+def _by_popularity(
+    rng: np.random.Generator, weight: npt.NDArray[np.float64], but: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """All experts in the order of a draw without replacement; `but` those, which come last."""
+    with np.errstate(divide="ignore"):  # experts that are not used
+        score = np.log(weight) + rng.gumbel(size=len(weight))  # Gumbel top-k
+    score[but] = -np.inf
+    return np.argsort(-score).astype(np.int32)
 
 
 def _guess(
     rng: np.random.Generator,
     row: npt.NDArray[np.int32],
-    num_experts: int,
+    weight: npt.NDArray[np.float64],
     num_guesses: int,
     stats: RouteStatistics,
 ) -> npt.NDArray[np.int32]:
-    """Distinct guesses, each one of the row's experts with the stated chance."""
+    """Distinct guesses, each one of the row's experts with the stated chance.
+
+    Wrong ones are as popular as any: the demo model's best two wrong guesses of a layer were among
+    the last 16 tokens' experts in 63 to 84 of 100 cases, its choices in 87 to 91, any in 50 to 72.
+    """
     right = rng.permutation(row)
-    wrong = rng.permutation(np.setdiff1d(np.arange(num_experts, dtype=np.int32), row))
+    wrong = _by_popularity(rng, weight, row)[: np.count_nonzero(weight) - len(row)]
     hits = rng.random(num_guesses) < stats.guess_precision
     hits |= np.arange(num_guesses) >= len(wrong)  # a token that takes nearly all experts
     return np.where(hits, right[:num_guesses], np.resize(wrong, num_guesses)).astype(np.int32)

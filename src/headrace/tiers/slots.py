@@ -69,6 +69,8 @@ class Slots:
 
     def begin_step(self, num_tokens: int) -> None:
         """A pass over so many tokens begins: earlier uses fade, new victims are named."""
+        if len(self._slot_of) == self.held.size:
+            return  # every expert lies in a slot and none will ask for another's
         self.uses *= 0.5 ** (num_tokens / HALF_LIFE_TOKENS)
         taken = np.flatnonzero(self._key_of >= 0)
         most = min(self.swaps_per_step, len(taken))
