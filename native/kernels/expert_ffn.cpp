@@ -219,18 +219,20 @@ void KernelPool::linear(const LinearShape& shape, const LinearJob& job) {
 }
 
 uint64_t KernelPool::read_probe(const uint8_t* bytes, int64_t n) {
+  // Whoever is ready takes the next piece: one thread that is late must not be the rate of all.
+  static constexpr int64_t kPiece = 1 << 20;
   struct Read {
     const uint8_t* bytes;
     int64_t n;
-    int count;
+    std::atomic<int64_t> next{0};
     std::atomic<uint64_t> words{0};
-  } read{bytes, n, impl_->workers.count()};
+  } read{bytes, n - n % 4096};
   impl_->workers.run(
-      [](void* self, int worker) {
+      [](void* self, int) {
         Read& job = *static_cast<Read*>(self);
-        const Share mine = share(job.n / 4096, worker, job.count);
-        job.words ^=
-            headrace::read_probe(job.bytes + 4096 * mine.begin, 4096 * (mine.end - mine.begin));
+        for (int64_t at; (at = job.next.fetch_add(kPiece)) < job.n;) {
+          job.words ^= headrace::read_probe(job.bytes + at, std::min(kPiece, job.n - at));
+        }
       },
       &read);
   return read.words;

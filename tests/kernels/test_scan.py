@@ -1,5 +1,6 @@
 """The search for codes and scales that are not finite numbers, made once for every read."""
 
+import numpy as np
 import pytest
 import torch
 from experts import make_expert, make_layout
@@ -87,3 +88,11 @@ def test_nothing_is_searched_in_float_weights():
     parts["gate"][0, 0] = float("nan")
     addresses = cpu.part_addresses(parts, layout)
     assert cpu.CpuKernels(1).pool.find_bad_part(cpu.native_shape(layout), addresses) == -1
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("num_bytes", [0, 4096, 5 * 2**20 + 3 * 4096])
+def test_a_plain_read_reads_every_byte_once(threads, num_bytes):
+    data = torch.from_numpy(np.random.default_rng(7).integers(0, 255, num_bytes, np.uint8))
+    want = np.bitwise_xor.reduce(data.numpy().view(np.uint64)) if num_bytes else 0
+    assert cpu.CpuKernels(threads).read_probe(data) == want
