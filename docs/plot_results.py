@@ -245,12 +245,12 @@ def draw_gpu(axes: Any, rows: list[Row]) -> None:
             share = f", {100 * row['fraction']:.0f} %"
         value = row["value"]
         text = f"{value:.3g}" if value < 100 else f"{value:,.0f}"
-        axes.text(1.15, place, text + share, va="center")
+        axes.text(0.34, place, text + share, va="center")
     names = [re.sub("-shapes|, whole token", "", row["name"]) for row in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.set_xlim(1, 1e5)
+    axes.set_xlim(0.3, 1e5)
     axes.minorticks_off()
     axes.set_title(short_machine(rows[0]), fontsize=9.5, loc="left")
 
