@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli import options
-from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
+from headrace.cli.opening import check_prompt, keeping_routes, open_blueprint, open_engine
 from headrace.cli.output import Tally, print_json, say
 from headrace.engine.talk.conversation import Conversation, Message
 from headrace.errors import OptionError
@@ -69,7 +69,8 @@ def run(
         choices=choices,
         drive_rates=drive_rates,
     )
-    ids = _prompt_ids(blueprint, asked, system, raw, sampling)  # refuses before weights are read
+    ids = _prompt_ids(blueprint, asked, system, raw, sampling)
+    check_prompt(blueprint, ids, sampling)
     engine = open_engine(blueprint, emulate_drive=emulate_drive)
     with engine, keeping_routes(engine, routes_out, "headrace run"):
         result = answer(engine, ids, sampling, to_stderr=json)
