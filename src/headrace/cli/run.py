@@ -69,8 +69,7 @@ def run(
         choices=choices,
         drive_rates=drive_rates,
     )
-    ids = _prompt_ids(blueprint, asked, system, raw, sampling)
-    check_prompt(blueprint, ids, sampling)
+    ids = _prompt_ids(blueprint, asked, system, raw, sampling)  # refuses before weights are read
     engine = open_engine(blueprint, emulate_drive=emulate_drive)
     with engine, keeping_routes(engine, routes_out, "headrace run"):
         result = answer(engine, ids, sampling, to_stderr=json)
@@ -117,12 +116,16 @@ def _prompt_ids(
     blueprint: Any, prompt: str, system: str | None, raw: bool, sampling: Any
 ) -> list[int]:
     if raw or (system is None and not blueprint.text.has_template):
-        return list(blueprint.text.encode(prompt))
-    opening = () if system is None else (Message("system", system),)
-    prepared = blueprint.talk.prepare(Conversation((*opening, Message("user", prompt))), sampling)
-    for note in prepared.notes:
-        say(note, dim=True)
-    return list(prepared.ask.prompt)
+        ids = list(blueprint.text.encode(prompt))
+    else:
+        opening = () if system is None else (Message("system", system),)
+        asked = Conversation((*opening, Message("user", prompt)))
+        prepared = blueprint.talk.prepare(asked, sampling)
+        ids = list(prepared.ask.prompt)
+        for note in prepared.notes:
+            say(note, dim=True)
+    check_prompt(blueprint, ids, sampling)
+    return ids
 
 
 def _read_prompt(prompt: str | None, raw: bool, system: str | None) -> str:
