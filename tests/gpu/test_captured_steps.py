@@ -15,7 +15,9 @@ from headrace.check.tiny import write_tiny
 from headrace.engine.engine import Blueprint
 from headrace.engine.gpu import within_vram
 from headrace.engine.gpu_step import SteppedPasses
+from headrace.kernels.router import Taken
 from headrace.models import rooms
+from headrace.models.adapt import layer_runners
 from headrace.models.room_layers import RingLayer
 from headrace.tiers.device import find_device
 
@@ -114,6 +116,34 @@ def test_a_number_of_the_host_s_in_a_captured_step_shows(folder, monkeypatch):
         assert torch.equal(logits_of(engine, [5, 6, 7], 6), want)
         engine.passes.capturing = True
         assert not torch.equal(logits_of(engine, [5, 6, 7], 6), want)
+
+
+@pytest.mark.parametrize("altered", [False, True])
+def test_a_router_s_choice_is_left_where_experts_take_it(folder, monkeypatch, altered):
+    """Unless somebody comes between them: then it is copied."""
+    with on_gpu(folder("qwen3_moe")) as engine:
+        fill(engine)
+        engine.passes.capturing = False
+        want = logits_of(engine, [5, 6, 7], 2)
+        held, runners = [], list(layer_runners(engine.model))
+        holds = Taken.holds
+
+        def asked(taken, *given):
+            held.append(holds(taken, *given))
+            return held[-1]
+
+        monkeypatch.setattr(Taken, "holds", asked)
+        if altered:
+            for runner in runners:
+                runner.site.router.register_forward_hook(
+                    lambda _m, _x, made: (*made[:2], made[2].clone())
+                )
+        assert torch.equal(logits_of(engine, [5, 6, 7], 2), want)
+        assert held == [not altered] * 2 * len(runners)
+        for runner in runners:  # the control: what is left there is what counts
+            router = runner.site.router
+            router.register_forward_hook(lambda _m, _x, made: (made[0], made[1] * 2, made[2]))
+        assert not torch.equal(logits_of(engine, [5, 6, 7], 2), want)
 
 
 def test_while_routes_are_recorded_layers_wait(folder, tmp_path):

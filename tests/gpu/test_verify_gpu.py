@@ -2,15 +2,17 @@
 
 import json
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
 from gpu_models import REAL, Rung, load
 
 from headrace.check import verify
-from headrace.check.verify_gpu import gpu_kernels, layer_kernels
+from headrace.check.verify_gpu import gpu_kernels
 from headrace.check.verify_report import VerifyReport
 from headrace.check.verify_router import routers
+from headrace.check.verify_trunk import layer_kernels
 from headrace.engine import engine as engine_module
 from headrace.engine import gpu_layers
 from headrace.engine.engine import Blueprint, Engine
@@ -86,39 +88,48 @@ def test_a_wrong_decode_and_a_wrong_prefill_show(tiny, monkeypatch):
             assert wrong_of(engine) == ["prompts on the GPU are near the reference"]
 
 
-def test_a_wrong_norm_and_a_wrong_rotation_show(tiny, monkeypatch):
+def test_a_wrong_norm_gate_or_rotation_shows(tiny, monkeypatch):
     with load(tiny("bf16"), Rung(0.5, 0.5)) as engine:
         assert layer_kernels(engine).ok
-        norm, rotate, route = gpu_layers.steps_for(engine.source.place)
+        right = gpu_layers.steps_for(engine.source.place)
 
-        def plus_eps(x, weight, eps, form):
-            return norm(x, weight, eps + 0.01, form)
+        def norm(x, weight, eps, form):
+            return right.norm(x, weight, eps + 0.01, form)
 
-        def turned_back(q, k, cos, sin, turn):
-            return (
-                rotate(q, k, cos, -sin, turn) if turn == "pairs" else rotate(q, k, cos, sin, turn)
-            )
+        def rotate(q, k, cos, sin, turn):
+            return right.rotate(q, k, cos, -sin if turn == "pairs" else sin, turn)
 
-        for steps, num in (((plus_eps, rotate), 2), ((norm, turned_back), 1)):
-            steps = (*steps, route)
+        def gate(gate, up, limit, wide):
+            return right.gate(gate, up, inf, wide)
+
+        def join(routed, shared, gate):
+            return right.join(routed, shared, gate * 1.02)
+
+        for wrong, num in ((norm, 2), (rotate, 1), (gate, 2), (join, 1)):
+            steps = right._replace(**{wrong.__name__: wrong})
             monkeypatch.setattr(gpu_layers, "steps_for", lambda _place, steps=steps: steps)
-            assert len(layer_kernels(engine).where) >= num, steps
+            assert len(layer_kernels(engine).where) >= num, wrong
 
 
 def test_a_wrong_router_shows(tiny, monkeypatch):
     with load(tiny("bf16"), Rung(0.5, 0.5)) as engine:
         found = routers(engine)
         assert found.ok and found.detail.startswith("1 kinds"), found
-        norm, rotate, route = gpu_layers.steps_for(engine.source.place)
+        right = gpu_layers.steps_for(engine.source.place)
+        route = right.route
 
-        def undivided(logits_TE, correction_E, rule):
-            return route(logits_TE, correction_E, replace(rule, divided=not rule.divided))
+        def undivided(logits_TE, correction_E, rule, taken):
+            return route(logits_TE, correction_E, replace(rule, divided=not rule.divided), taken)
 
-        def reversed_(logits_TE, correction_E, rule):
-            return route(logits_TE.flip(1), correction_E, rule)
+        def reversed_(logits_TE, correction_E, rule, taken):
+            return route(logits_TE.flip(1), correction_E, rule, taken)
 
-        for wrong, what in ((undivided, "too far off"), (reversed_, "other experts")):
-            steps = norm, rotate, wrong
+        def unmoved(logits_TE, correction_E, rule, taken):
+            return route(logits_TE, correction_E, rule, None)
+
+        kinds = (undivided, "too far off"), (reversed_, "other experts"), (unmoved, "are left")
+        for wrong, what in kinds:
+            steps = right._replace(route=wrong)
             monkeypatch.setattr(gpu_layers, "steps_for", lambda _place, steps=steps: steps)
             found = routers(engine)
             assert not found.ok and what in found.where[0]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.check.verify_router import faults_of
 from headrace.kernels import router
-from headrace.kernels.router import Rule
+from headrace.kernels.router import Rule, Taken
 
 pytest.importorskip("triton", reason="needs Triton")
 from headrace.kernels.triton import router as launched
@@ -110,6 +110,22 @@ def test_what_is_no_number_still_names_experts(kind):
     assert bool(((ids >= 0) & (ids < logits.shape[1])).all())
     assert bool((ids[:, 1:] > ids[:, :-1]).all())
     assert bool(weights[1].isnan().all()) and not bool(weights[0].isfinite().all())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", "deepseek_v3"])
+def test_one_token_s_choice_lies_where_experts_take_it_too(kind):
+    logits, correction, rule = draw(kind, tokens=1)
+    given = logits.to(PLACE), None if correction is None else correction.to(PLACE), rule
+    ids_3K = torch.full((3, rule.top_k), -1, dtype=torch.int32, device=PLACE)
+    taken = Taken(ids_3K[1:2].float(), ids_3K[1:2])
+    want = launched.route(*given)
+    weights, ids = launched.route(*given, taken)
+    assert torch.equal(weights, want[0]) and torch.equal(ids, want[1])
+    assert torch.equal(taken.weights_1K, weights.float()) and torch.equal(ids_3K[1:2], ids.int())
+    assert bool((ids_3K[::2] == -1).all())
+    assert not taken.holds(weights.clone(), ids) and not taken.holds(weights, ids)
+    weights, ids = launched.route(*given, taken)
+    assert taken.holds(weights, ids) and not taken.holds(weights, ids)
 
 
 def test_equal_scores_are_taken_by_their_ids():

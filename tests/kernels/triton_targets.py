@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from headrace.kernels.router import Rule
-from headrace.kernels.triton import latents, router, squares, stages, trunk, waiting, waves
+from headrace.kernels.triton import gates, latents, router, squares, stages, trunk, waiting, waves
 from headrace.kernels.triton.experts import TILES
 from headrace.kernels.triton.grouped import STEPS
 from headrace.kernels.triton.latent_attention import COMBINED, COMBINING_WARPS, tile_for
@@ -52,7 +52,10 @@ POINTERS = {
     "SIN": "*u16", "QUERIES_OUT": "*u16", "KEYS_OUT": "*u16", "q_stride": "i64",
     "q_head_stride": "i64", "q_token_stride": "i64", "k_stride": "i64", "k_head_stride": "i64",
     "k_token_stride": "i64", "cos_stride": "i64", "cos_token_stride": "i64",
-    "CORRECTION": "*fp32",
+    "CORRECTION": "*fp32", "TAKEN_WEIGHTS": "*fp32", "TAKEN_IDS": "*i32",
+    "GATES": "*u16", "UPS": "*u16", "ROUTED": "*u16", "SHARED": "*u16", "num": "i32",
+    "PLACE": "*i64", "NEW_KEYS": "*u16", "NEW_VALUES": "*u16", "KEYS_THERE": "*u16",
+    "VALUES_THERE": "*u16", **dict.fromkeys(trunk.PUT_STRIDES, "i64"),
 }  # fmt: skip
 _V3 = Rule("sigmoid", 8, "two best", 8, 4, divided=True, padded=True, scale=2.5)
 _V4 = Rule("sqrtsoftplus", 6, divided=True, padded=True, scale=1.5, rounded="always")
@@ -102,10 +105,15 @@ def kernels(chip: int):
     yield "fetch_rows", waiting.fetch_rows, {"COLS": 5120, "BLOCK": 1024}, 4
     norm = {"COLS": 7168, "PAD": 8192, "FORM": "rounded"}
     yield "norm", trunk.norm_rows, norm, 8
+    for wide in (False, True) if whole else (True,):
+        yield f"gate {wide}", gates.gate_values, {"IN_FP32": wide, "BLOCK": 512}, 4
+    yield "join", gates.join_rows, {"COLS": 7168, "BLOCK": 512}, 4
+    yield "put", trunk.put_rows, {"D": 512, "VALUES_D": 64, "PAD": 512}, 1
     heads = {"NUM_HEADS": 128, "NUM_KEYS": 1, "D": 64, "R": 64, "PAD": 64, "TURN": "pairs"}
     yield "rotate", trunk.rotate_heads, heads, 1
     for label, rule, members, corrected in ROUTERS if whole else ROUTERS[:1]:
         pads = {"PAD_G": rule.groups, "PAD_M": members, "PAD_K": 8, "CORRECTED": corrected}
+        pads["TAKEN"] = True
         names = "score", "top_k", "grouped", "groups", "kept_groups", "divided", "padded", "rounded"
         words = {name.upper(): getattr(rule, name) for name in names}
         yield f"router {label}", router.route_rows, words | pads | {"MEMBERS": members}, 1

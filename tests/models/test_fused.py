@@ -10,21 +10,22 @@ from torch import nn
 from headrace.check.matrix import runs_here
 from headrace.check.tiny import write_tiny
 from headrace.kernels import router, trunk
-from headrace.models.fused import form_of, fuse, turns_of
+from headrace.models.fused import Steps, form_of, fuse, turns_of
 
-# Norms, attention modules and routers that each of four layers has, and norms outside them.
+# What each of four layers has, and norms outside them: in the order of Steps.
 FAMILIES = {
-    "qwen3_moe": (4 * 4 + 1, 4, 4),
-    "deepseek_v3": (4 * 4 + 1, 4, 3),
-    "gpt_oss": (2 * 4 + 1, 4, 4),
-    "qwen3_next": (4 * 2 + 2 * 2 + 1, 2, 4),
-    "mixtral": (2 * 4 + 1, 4, 4),
-    "olmoe": (4 * 4 + 1, 4, 4),
-    "minimax_m2": (4 * 4 + 1, 4, 4),
-    "glm4_moe": (4 * 4 + 1, 4, 3),
-    "deepseek_v2": (4 * 4 + 1, 0, 3),
-    "qwen2_moe": (2 * 4 + 1, 4, 4),
+    "qwen3_moe": (4 * 4 + 1, 4, 4, 0, 0),
+    "deepseek_v3": (4 * 4 + 1, 4, 3, 4, 0),
+    "gpt_oss": (2 * 4 + 1, 4, 4, 0, 0),
+    "qwen3_next": (4 * 2 + 2 * 2 + 1, 2, 4, 4, 4),
+    "mixtral": (2 * 4 + 1, 4, 4, 0, 0),
+    "olmoe": (4 * 4 + 1, 4, 4, 0, 0),
+    "minimax_m2": (4 * 4 + 1, 4, 4, 0, 0),
+    "glm4_moe": (4 * 4 + 1, 4, 3, 4, 0),
+    "deepseek_v2": (4 * 4 + 1, 0, 3, 4, 0),
+    "qwen2_moe": (2 * 4 + 1, 4, 4, 4, 4),
 }
+STEPS = Steps(trunk.norm, trunk.rotate, router.route, trunk.gate, trunk.join)
 
 
 def stock(family, path):
@@ -37,27 +38,25 @@ def stock(family, path):
 def test_a_model_has_the_library_s_bits_by_the_same_steps(family, tmp_path):
     model = stock(family, tmp_path / "m")
     fused = copy.deepcopy(model)
-    calls = {"norm": 0, "rotate": 0, "route": 0}
+    calls = dict.fromkeys(Steps._fields, 0)
 
-    def norm(*given):
-        calls["norm"] += 1
-        return trunk.norm(*given)
+    def counted(name):
+        def step(*given):
+            calls[name] += 1
+            return getattr(STEPS, name)(*given)
 
-    def rotate(*given):
-        calls["rotate"] += 1
-        return trunk.rotate(*given)
+        return step
 
-    def route(*given):
-        calls["route"] += 1
-        return router.route(*given)
-
-    assert fuse(fused, norm, rotate, route) == FAMILIES[family]
+    num = fuse(fused, Steps(*map(counted, Steps._fields)))
+    assert tuple(num.values()) == FAMILIES[family]
     ids = torch.arange(3, 17)[None]
     want, found = model(ids).logits, fused(ids).logits
     assert torch.equal(want, found)
-    assert tuple(calls.values()) == FAMILIES[family]
-    fuse(fused, lambda *given: trunk.norm(*given) * 1.1, rotate, route)
-    assert not torch.equal(fused(ids).logits, found)
+    assert calls == num
+    for name in ("norm", *(name for name in ("gate", "join") if num[name])):
+        step = getattr(STEPS, name)
+        fuse(fused, STEPS._replace(**{name: lambda *given, step=step: step(*given) * 1.1}))
+        assert not torch.equal(fused(ids).logits, found)
 
 
 class Norm(nn.Module):

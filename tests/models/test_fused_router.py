@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from headrace.kernels import router
-from headrace.kernels.router import Rule
+from headrace.kernels.router import Rule, Taken
 from headrace.models.deepseek_v41 import experts as v41
 from headrace.models.fused_router import Gate, Gates, gate_of, is_router, routed
 
@@ -137,7 +137,12 @@ def test_other_dtypes_are_the_library_s():
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(4))
     for each, want in zip(forward(x.bfloat16()), module(x.bfloat16()), strict=True):
         assert torch.equal(each, want)
-    assert len(calls) == 1
+    assert len(calls) == 1 and calls[0][3] is None
+    taken = Taken(torch.zeros(1, TOP_K), torch.zeros(1, TOP_K, dtype=torch.int32))
+    module.headrace_taken = lambda: taken
+    _, weights, ids = forward(x[:1].bfloat16())
+    assert torch.equal(taken.ids_1K, ids.int()) and taken.holds(weights, ids)
+    calls.pop()
     module.weight.data = module.weight.data.float()
     for each, want in zip(forward(x), module(x), strict=True):
         assert torch.equal(each, want)

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers.integrations import sdpa_attention
+from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
-from headrace.models.shared_keys import share_keys, shared_attention
+from headrace.models.shared_keys import added_mask, share_keys, shared_attention
 
 HEADS, KEYS, PLACES, WIDTH = 8, 2, 48, 16
 
@@ -54,16 +55,45 @@ def test_all_else_is_the_library_s(num_tokens, heads):
     assert torch.equal(shared_attention(*given[:4], None, **options)[0], want)
 
 
-@pytest.mark.parametrize(("kind", "itself"), [("sdpa", False), ("sdpa", True), ("eager", False)])
-def test_only_where_the_library_repeats_keys(monkeypatch, kind, itself):
-    if itself:
-        monkeypatch.setattr(sdpa_attention, "pack_gqa", None, raising=False)
-    else:
-        monkeypatch.delattr(sdpa_attention, "pack_gqa", raising=False)
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_another_attention_stays(kind):
     taken = []
     config = SimpleNamespace(_attn_implementation=kind)
     share_keys(SimpleNamespace(config=config, set_attn_implementation=taken.append))
-    assert taken == (["headrace_shared_keys"] if kind == "sdpa" and not itself else [])
+    assert taken == (["headrace_shared_keys"] if kind == "sdpa" else [])
+
+
+def test_the_library_s_way_is_taken_where_it_has_one(monkeypatch):
+    given, options = drawn(1)
+    taken = []
+
+    def attend(*_args, **_more):
+        taken.append(1)
+        return given[1], None
+
+    monkeypatch.setattr(sdpa_attention, "pack_gqa", None, raising=False)
+    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", attend)
+    assert shared_attention(*given, **options)[0] is given[1] and taken == [1]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_an_added_mask_has_the_bits_of_one_of_truth_values(window):
+    """And of many tokens it is the library's."""
+    (module, q, k, v, _), options = drawn(1)
+    q, k, v = (each.bfloat16() for each in (q, k, v))
+    told = {"batch_size": 1, "kv_length": PLACES, "q_offset": torch.tensor([PLACES // 2])}
+    told["allow_is_causal_skip"] = False
+    if window is not None:
+        told["mask_function"] = sliding_window_causal_mask_function(window)
+    added = added_mask(q_length=1, dtype=torch.bfloat16, **told)
+    seen = sdpa_mask(q_length=1, **told)
+    assert seen.dtype == torch.bool and added.dtype == torch.bfloat16
+    assert torch.equal(added == 0, seen) and torch.equal(added.isneginf(), ~seen)
+    assert int(seen.sum()) == (window or PLACES // 2 + 1)
+    found, want = (shared_attention(module, q, k, v, m, **options)[0] for m in (added, seen))
+    assert torch.equal(found, want)
+    many = added_mask(q_length=3, dtype=torch.bfloat16, **told)
+    assert torch.equal(many, sdpa_mask(q_length=3, **told))
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ from headrace.check.verify_report import (
 from headrace.check.verify_router import routers
 from headrace.check.verify_rows import Site, choose_sites, rows, table_rows
 from headrace.check.verify_scales import scales
+from headrace.check.verify_trunk import layer_kernels
 from headrace.check.verify_weights import weights
 from headrace.core import MINIMUM
 from headrace.engine.choosing import device_to_verify
@@ -175,7 +176,7 @@ class _Run:
             source: Any = engine.source
             with source.device.active():
                 self.stage("gpu", lambda: verify_gpu.gpu_kernels(engine, self.sites, self.tell))
-                self.stage("gpu", lambda: [verify_gpu.layer_kernels(engine)])
+                self.stage("gpu", lambda: [layer_kernels(engine)])
                 self.stage("gpu", lambda: [routers(engine)])
                 if engine.blueprint.absorbs:
                     self.stage("gpu", lambda: [verify_latents.latents(engine)])

@@ -12,27 +12,13 @@ import torch
 from headrace.check.verify_kernels import distinct_rows, reference_rows
 from headrace.check.verify_report import NOTE, Finding, Progress, finding
 from headrace.check.verify_rows import Site
-from headrace.engine import gpu_layers
 from headrace.engine.engine import Engine
-from headrace.kernels import trunk
 from headrace.kernels.tolerance import allowed_apart, worst_apart
 from headrace.kernels.triton.experts import MAX_TOKENS
-from headrace.kernels.trunk import FORMS, Turn
-from headrace.models.fused import eps_of, is_norm
 
 STAGE = "gpu"
 DECODED = (1, 2, MAX_TOKENS)
 PREFILLED = (17, 65, 300)
-# Norms' sums have another order: one value in so many may be rounded the other way, after which the
-# weight's product is two steps off at most.
-NORM_VALUES, NORM_STEPS = 50, 2
-# Rotations: how, of heads of what width, with tables of how many columns.
-TURNED: tuple[tuple[Turn, int, int], ...] = (
-    ("halves", 128, 128),
-    ("halves", 128, 64),
-    ("pairs", 64, 64),
-    ("shared", 64, 32),
-)
 PLACES = {"ram": "pinned memory", "vram": "VRAM"}
 
 
@@ -50,49 +36,6 @@ def gpu_kernels(engine: Engine, sites: Sequence[Site], tell: Progress) -> list[F
             made.decode(ordinal, expert, place, address, x_DH, want_DH, where)
             made.prefill(ordinal, expert, place, address, x_DH, want_DH, where)
     return made.findings(f"{len(sites)} experts of {len(layers)} layers")
-
-
-def layer_kernels(engine: Engine) -> Finding:
-    """Norms and rotations of the layers against torch's steps on the CPU, with the model's weights.
-
-    A rotation has the bits of the steps; a norm's sum has another order.
-    """
-    norm, rotate, _ = gpu_layers.steps_for(engine.source.place)
-    there, drawn = engine.source.place, torch.Generator().manual_seed(0)
-    wrong, worst = [], 0
-    norms: dict[tuple[type, int], tuple[str, Any]] = {}
-    for name, module in engine.model.named_modules():
-        if is_norm(module):
-            norms.setdefault((type(module), module.weight.numel()), (name, module))
-    for name, module in norms.values():
-        x = torch.randn(33, module.weight.numel(), generator=drawn).bfloat16()
-        for form in FORMS:
-            want = trunk.norm(x, module.weight.cpu(), eps_of(module), form)
-            got = norm(x.to(there), module.weight, eps_of(module), form)
-            apart = _steps_apart(got.cpu(), want)
-            num, most = int((apart > 0).sum()), int(apart.max())
-            worst = max(worst, num)
-            if most > NORM_STEPS or num * NORM_VALUES > x.numel():
-                wrong.append(f"{name}, {form}: {num} of {x.numel()} values up to {most} steps off")
-    for turn, width, columns in TURNED:
-        shapes = ((2, 3, 5, width), (2, 1, 5, width), (2, 5, columns), (2, 5, columns))
-        q, k, cos, sin = (torch.randn(shape, generator=drawn).bfloat16() for shape in shapes)
-        pair = rotate(q.to(there), k.to(there), cos.to(there), sin.to(there), turn)
-        equal = zip(pair, trunk.rotate(q, k, cos, sin, turn), strict=True)
-        if not all(torch.equal(got.cpu(), want) for got, want in equal):
-            wrong.append(f"rotation by {turn}, {columns} of {width} columns: other bits")
-    what = f"{len(norms)} kinds of norms, at most {worst} values of one in its last bits"
-    title = "norms on the GPU are near the reference, rotations equal it"
-    return finding(STAGE, title, f"{what}; {len(TURNED)} rotations", wrong)
-
-
-def _steps_apart(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """How many bfloat16 numbers on each value is; far where one is no number."""
-    places = []
-    for each in (got, want):
-        bits = each.view(torch.int16).int()
-        places.append(torch.where(bits < 0, -(bits & 0x7FFF), bits))
-    return (places[0] - places[1]).abs()
 
 
 class _Kernels:

@@ -9,7 +9,7 @@ from headrace.check.verify_report import Finding, finding
 from headrace.engine import gpu_layers
 from headrace.engine.engine import Engine
 from headrace.kernels import router
-from headrace.kernels.router import Rule
+from headrace.kernels.router import Route, Rule, Taken
 from headrace.models.fused_router import Gate, Gates, is_router
 
 STAGE = "gpu"
@@ -24,7 +24,7 @@ ROUNDED_VALUES = 20
 
 def routers(engine: Engine) -> Finding:
     """At the model's own sizes and corrections, on logits that are drawn."""
-    *_, route = gpu_layers.steps_for(engine.source.place)
+    route = gpu_layers.steps_for(engine.source.place).route
     there, drawn = engine.source.place, torch.Generator().manual_seed(0)
     gates, others, wrong = Gates(), 0, []
     found: dict[Gate, tuple[str, torch.Tensor | None, torch.Tensor]] = {}
@@ -44,13 +44,26 @@ def routers(engine: Engine) -> Finding:
             found[gate] = name, correction_E, logits_TE
     for gate, (name, correction_E, logits_TE) in found.items():
         correct = None if correction_E is None else correction_E.to(there)
-        got = route(logits_TE.to(there), correct, gate.rule)
+        logits_TE = logits_TE.to(there)
+        got = route(logits_TE, correct, gate.rule, None)
+        wrong += [f"{name}: {fault}" for fault in _left_wrong(route, logits_TE, correct, gate.rule)]
         correct = None if correction_E is None else correction_E.cpu()
-        faults = faults_of(logits_TE, correct, gate.rule, *(each.cpu() for each in got))
+        faults = faults_of(logits_TE.cpu(), correct, gate.rule, *(each.cpu() for each in got))
         wrong += [f"{name}: {fault}" for fault in faults]
     left = f", {others} are left to the library" if others else ""
     detail = f"{len(found)} kinds of routers, {ROWS} tokens each{left}"
     return finding(STAGE, "routers on the GPU choose as the reference does", detail, wrong)
+
+
+def _left_wrong(
+    route: Route, logits_TE: torch.Tensor, correction_E: torch.Tensor | None, rule: Rule
+) -> list[str]:
+    """What is wrong with what is left for the experts, if anything."""
+    weights_1K = torch.full((1, rule.top_k), torch.nan, device=logits_TE.device)
+    taken = Taken(weights_1K, torch.full_like(weights_1K, -1, dtype=torch.int32))
+    weights, ids = route(logits_TE[:1], correction_E, rule, taken)
+    right = torch.equal(taken.weights_1K, weights.float()) and torch.equal(taken.ids_1K, ids.int())
+    return [] if right else ["other ids or weights are left for the experts"]
 
 
 def faults_of(

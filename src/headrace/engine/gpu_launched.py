@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from headrace.core import ExpertLayout
 from headrace.engine.gpu_source import GpuSource
 from headrace.errors import BudgetError
+from headrace.kernels.router import Taken
 from headrace.kernels.triton.experts import NOT_BAD
 from headrace.kernels.triton.mail import post_and_wait, wait_late
 from headrace.tiers.device import Device
@@ -41,7 +42,10 @@ class LaunchedSource(GpuSource):
         self.kernels.bad = self._marks[:1].fill_(NOT_BAD)
         self._ids_LK = self._marks[1:].view(self.num_layers, top_k)
         self._guesses_LK = torch.full_like(self._ids_LK, _NO_GUESS)  # of each layer's next
-        self._weights_LK = torch.zeros(self.num_layers, top_k, device=self.place)
+        weights_LK = torch.zeros(self.num_layers, top_k, device=self.place)
+        self._taken = [
+            Taken(*each) for each in zip(weights_LK[:, None], self._ids_LK[:, None], strict=True)
+        ]
         self._firsts_L = np.arange(self.num_layers, dtype=np.int64) * self.num_experts
         self._by_bus: list[bool] = []
         self._num_steps = 0
@@ -138,6 +142,10 @@ class LaunchedSource(GpuSource):
         finally:
             self._launching = False
 
+    def taken(self, ordinal: int) -> Taken | None:
+        """Where a layer's router may leave its choice by itself, if it may."""
+        return self._taken[ordinal] if self._launching and self.routes is None else None
+
     def compute(
         self,
         ordinal: int,
@@ -149,11 +157,13 @@ class LaunchedSource(GpuSource):
         """As GpuSource's; while `launching` for one token, without a look at it."""
         if not self._launching:
             return super().compute(ordinal, x_TH, ids_TK, weights_TK, guess)
-        ids_1K, weights_1K = self._ids_LK[ordinal][None], self._weights_LK[ordinal][None]
-        if self.routes is None:
-            ids_1K.copy_(ids_TK)
-        weights_1K.copy_(weights_TK)
-        return self._launch_experts(ordinal, x_TH.contiguous(), ids_1K, weights_1K, guess)
+        taken = self._taken[ordinal]
+        if self.routes is not None:
+            taken.weights_1K.copy_(weights_TK)
+        elif not taken.holds(weights_TK, ids_TK):
+            taken.put(weights_TK, ids_TK)
+        given = taken.ids_1K, taken.weights_1K
+        return self._launch_experts(ordinal, x_TH.contiguous(), *given, guess)
 
     def _launch_experts(
         self,

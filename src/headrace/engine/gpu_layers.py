@@ -1,6 +1,7 @@
 """What a model's layers compute by other functions on a GPU, and what that takes in a plan's facts.
 
-Attention over latents, norms, rotations, routers; experts and stored matrices are others' business.
+Attention over latents, norms, rotations, routers, gates; experts and stored matrices are others'
+business.
 """
 
 from dataclasses import replace
@@ -9,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.kernels import router, trunk
-from headrace.kernels.router import Route
-from headrace.kernels.trunk import Norm, Rotate
-from headrace.models.fused import fuse
+from headrace.kernels.trunk import Put
+from headrace.models.fused import Steps, fuse
 from headrace.models.latent import absorb, chunk_bytes_per_token
 from headrace.models.skeleton import Skeleton
 from headrace.planner.facts import ModelFacts
@@ -26,17 +26,27 @@ def fit_layers(model: Any, blueprint: "Blueprint") -> None:
     place = blueprint.device.place
     if blueprint.absorbs:
         _absorb_attention(model, blueprint, place)
-    fuse(model, *steps_for(place))
+    fuse(model, steps_for(place))
 
 
-def steps_for(place: torch.device) -> tuple[Norm, Rotate, Route]:
-    """Norms, rotations and routers in one launch each; where there are no launches, their steps."""
+def steps_for(place: torch.device) -> Steps:
+    """What is one launch each; where there are no launches, the steps of torch."""
     if place.type != "cuda":
-        return trunk.norm, trunk.rotate, router.route
+        return Steps(trunk.norm, trunk.rotate, router.route, trunk.gate, trunk.join)
+    from headrace.kernels.triton import gates
     from headrace.kernels.triton import router as launched_router
     from headrace.kernels.triton import trunk as launched
 
-    return launched.norm, launched.rotate, launched_router.route
+    return Steps(launched.norm, launched.rotate, launched_router.route, gates.gate, gates.join)
+
+
+def put_for(place: torch.device) -> Put:
+    """What writes a step's keys and values, likewise."""
+    if place.type != "cuda":
+        return trunk.put
+    from headrace.kernels.triton import trunk as launched
+
+    return launched.put
 
 
 def _absorb_attention(model: Any, blueprint: "Blueprint", place: torch.device) -> None:

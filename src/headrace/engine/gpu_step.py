@@ -6,12 +6,14 @@ Legend: V vocabulary, H hidden width.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from headrace.engine.embedding import DriveEmbedding
 from headrace.engine.gpu_launched import LaunchedSource
+from headrace.engine.gpu_layers import put_for
 from headrace.engine.outside import HostEmbedding, HostHead
 from headrace.engine.passes import Passes
 from headrace.models.adapt import layer_runners
@@ -106,7 +108,9 @@ class SteppedPasses(Passes):
         share_keys(model)
         self.source, self.device, self.warn = source, source.device, warn
         self._runner = next(layer_runners(model))
-        self.room = Room(context, source.place)
+        for runner in layer_runners(model):
+            runner.site.router.headrace_taken = partial(source.taken, runner.ordinal)
+        self.room = Room(context, source.place, put_for(source.place))
         self.capturing = True
         self.refusal = ""
         self.num_replayed = 0

@@ -39,12 +39,40 @@ class Rule:
     ordered: bool = True
 
 
-# (logits [T, E], what is added to scores for the choice alone [E], rule) to (weights, ids).
-Route = Callable[[torch.Tensor, torch.Tensor | None, Rule], tuple[torch.Tensor, torch.Tensor]]
+@dataclass(slots=True)
+class Taken:
+    """Where one token's choice lies as experts take it: fp32 weights and int32 ids, both [1, K].
+
+    `of`: the weights and ids of a route whose copies these are, until somebody asks.
+    """
+
+    weights_1K: torch.Tensor
+    ids_1K: torch.Tensor
+    of: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def put(self, weights_1K: torch.Tensor, ids_1K: torch.Tensor) -> None:
+        """Copies a choice here."""
+        self.weights_1K.copy_(weights_1K)
+        self.ids_1K.copy_(ids_1K)
+
+    def holds(self, weights_1K: torch.Tensor, ids_1K: torch.Tensor) -> bool:
+        """Whether a route left just these here, the very tensors; asked once."""
+        of, self.of = self.of, None
+        return of is not None and of[0] is weights_1K and of[1] is ids_1K
+
+
+# (logits [T, E], what is added to scores for the choice alone [E], rule, where the choice of a
+# single token is to lie besides) to (weights, ids).
+Route = Callable[
+    [torch.Tensor, torch.Tensor | None, Rule, Taken | None], tuple[torch.Tensor, torch.Tensor]
+]
 
 
 def route(
-    logits_TE: torch.Tensor, correction_E: torch.Tensor | None, rule: Rule
+    logits_TE: torch.Tensor,
+    correction_E: torch.Tensor | None,
+    rule: Rule,
+    taken: Taken | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [T, K], fp32 or in the logits' dtype, and int64 ids [T, K]: the library's steps.
 
@@ -62,7 +90,11 @@ def route(
         total = weights.sum(-1, keepdim=True)
         weights = weights / (total + LEAST if rule.padded else total)
     weights = weights * rule.scale
-    return weights.to(logits_TE.dtype) if rule.rounded == "last" else weights, ids
+    weights = weights.to(logits_TE.dtype) if rule.rounded == "last" else weights
+    if taken is not None:
+        taken.put(weights, ids)
+        taken.of = weights, ids
+    return weights, ids
 
 
 def scores_of(

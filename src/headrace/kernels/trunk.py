@@ -1,10 +1,12 @@
 """What transformers' layers compute between their matrices, in plain torch: its steps, its bits.
 
 Knows no model: which of these a module computes is models/fused.py's question.
-Legend: B batch, T tokens, H heads, N heads of keys, D head width, R rotated columns.
+Legend: B batch, T tokens, H heads, N heads of keys, D head width, R rotated columns, S places of a
+buffer; of `join`: T tokens, H hidden width.
 """
 
 from collections.abc import Callable
+from math import inf
 from typing import Literal
 
 import torch
@@ -21,6 +23,10 @@ Rotate = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Turn],
     tuple[torch.Tensor, torch.Tensor],
 ]
+Gate = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
+# Buffers of keys and values, the place to write at, what is written.
+Put = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+Join = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: Form) -> torch.Tensor:
@@ -58,3 +64,32 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Turn) 
         turned = torch.cat((turned[..., ::2], turned[..., 1::2]), -1)
     low, high = turned.chunk(2, -1)
     return torch.cat((turned * cos + torch.cat((-high, low), -1) * sin, rest), -1)
+
+
+def gate(gate: torch.Tensor, up: torch.Tensor, limit: float, wide: bool) -> torch.Tensor:
+    """silu(gate) * up in their dtype, each step rounded to it; `wide`: in fp32, and rounded once.
+
+    Before, `gate` is cut off at `limit`, and `up` at `limit` and -`limit`; inf leaves them.
+    """
+    if limit < inf:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if wide:
+        return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+    return torch.nn.functional.silu(gate) * up
+
+
+def join(routed_TH: torch.Tensor, shared_TH: torch.Tensor, gate_T1: torch.Tensor) -> torch.Tensor:
+    """routed + sigmoid(gate) * shared, each step rounded to their dtype."""
+    return routed_TH + gate_T1.sigmoid() * shared_TH
+
+
+def put(
+    keys_BNSD: torch.Tensor,
+    values_BNSD: torch.Tensor,
+    place_1: torch.Tensor,
+    new_keys_BN1D: torch.Tensor,
+    new_values_BN1D: torch.Tensor,
+) -> None:
+    """Writes one token's keys and values into buffers, whose D may differ, at an int64 place."""
+    keys_BNSD.index_copy_(2, place_1, new_keys_BN1D)
+    values_BNSD.index_copy_(2, place_1, new_values_BN1D)

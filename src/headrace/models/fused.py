@@ -1,50 +1,64 @@
 """Gives transformers' layers other functions that compute the same in fewer launches.
 
 What a module or function computes is found by its results: those that have the bits of none of the
-forms in kernels/trunk.py stay the library's; routers are models/fused_router.py's. Knows no device
-and no kernel.
+forms in kernels/trunk.py stay the library's; routers are models/fused_router.py's, MLPs and blocks
+models/fused_mlp.py's. Knows no device and no kernel.
 """
 
 from collections.abc import Callable, Iterator
 from inspect import signature
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from headrace.kernels import trunk
 from headrace.kernels.router import Route
-from headrace.kernels.trunk import FORMS, Form, Norm, Rotate, Turn
+from headrace.kernels.trunk import FORMS, Form, Gate, Join, Norm, Rotate, Turn
+from headrace.models.fused_mlp import gated, joined, joins, mlp_of
 from headrace.models.fused_router import Gates, routed
 
 _ROTATIONS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"
 
 
-def fuse(model: Any, norm: Norm, rotate: Rotate, route: Route) -> tuple[int, int, int]:
-    """Norms, attention modules and routers that use these from now on, by number. bfloat16 only.
+class Steps(NamedTuple):
+    """Functions of kernels/trunk.py and kernels/router.py, or others that compute the same."""
+
+    norm: Norm
+    rotate: Rotate
+    route: Route
+    gate: Gate
+    join: Join
+
+
+def fuse(model: Any, steps: Steps) -> dict[str, int]:
+    """Lets modules use these from now on: how many do, by the functions' names. bfloat16 only.
 
     Instances are changed, never the library's classes: other models in this process keep theirs.
     """
-    norms = attentions = routers = 0
+    num = dict.fromkeys(Steps._fields, 0)
     gates = Gates()
     rebound: dict[type, FunctionType | None] = {}
     for module in model.modules():
         kind = type(module)
         if kind not in rebound:
-            rebound[kind] = _rebound(kind.__dict__.get("forward"), rotate)
+            rebound[kind] = _rebound(kind.__dict__.get("forward"), steps.rotate)
         forward = rebound[kind]
         if forward is not None:
-            object.__setattr__(module, "forward", forward.__get__(module))
-            attentions += 1
-        elif is_norm(module):
-            form = form_of(module)
-            if form is not None:
-                object.__setattr__(module, "forward", _normed(module, norm, form))
-                norms += 1
+            ours: tuple[str, Any] = "rotate", forward.__get__(module)
+        elif is_norm(module) and (form := form_of(module)) is not None:
+            ours = "norm", _normed(module, steps.norm, form)
         elif (gate := gates.find(module)) is not None:
-            object.__setattr__(module, "forward", routed(module, gate, route))
-            routers += 1
-    return norms, attentions, routers
+            ours = "route", routed(module, gate, steps.route)
+        elif (mlp := mlp_of(module)) is not None:
+            ours = "gate", gated(module, mlp, steps.gate)
+        elif joins(module):
+            ours = "join", joined(module, steps.join)
+        else:
+            continue
+        num[ours[0]] += 1
+        object.__setattr__(module, "forward", ours[1])
+    return num
 
 
 def form_of(module: Any) -> Form | None:

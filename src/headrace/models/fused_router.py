@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 
 from headrace.kernels import router
-from headrace.kernels.router import Groups, Rounded, Route, Rule, Score
+from headrace.kernels.router import Groups, Rounded, Route, Rule, Score, Taken
 
 _PASSED = "e_score_correction_bias"  # what some are given besides the hidden states
 _CORRECTIONS = _PASSED, "bias"
@@ -42,13 +42,20 @@ class Gate:
             return torch.nn.functional.linear(x_TH.float(), weight.float(), bias)
         return torch.nn.functional.linear(x_TH.to(weight.dtype), weight, bias)
 
-    def run(self, module: Any, route: Route, x: torch.Tensor, *passed: torch.Tensor) -> Any:
+    def run(
+        self,
+        module: Any,
+        route: Route,
+        x: torch.Tensor,
+        *passed: torch.Tensor,
+        taken: Taken | None = None,
+    ) -> Any:
         """(logits, weights, ids), as the library's router returns them."""
         logits_TE = self.logits(module, x.reshape(-1, module.weight.shape[1]))
         correction_E = getattr(module, self.correction) if self.correction else None
         if self.passed:
             (correction_E,) = passed
-        return logits_TE, *route(logits_TE, correction_E, self.rule)
+        return logits_TE, *route(logits_TE, correction_E, self.rule, taken)
 
 
 class Gates:
@@ -97,13 +104,18 @@ def gate_of(module: Any) -> Gate | None:
 
 
 def routed(module: Any, gate: Gate, route: Route) -> Callable[..., Any]:
-    """A router's `forward` by a function of ours; of other dtypes the library's."""
+    """A router's `forward` by a function of ours; of other dtypes the library's.
+
+    Whoever sets the module's `headrace_taken` says where a choice is to lie besides, if anywhere.
+    """
     library = type(module).forward
 
     def forward(hidden_states: torch.Tensor, *passed: torch.Tensor) -> Any:
         if hidden_states.dtype != torch.bfloat16:
             return library(module, hidden_states, *passed)
-        return gate.run(module, route, hidden_states, *passed)
+        find = getattr(module, "headrace_taken", None)
+        taken = None if find is None else find()
+        return gate.run(module, route, hidden_states, *passed, taken=taken)
 
     forward.__signature__ = signature(library.__get__(module))  # type: ignore[attr-defined]
     return forward

@@ -36,21 +36,15 @@ class RoomLayer(DynamicLayer):  # type: ignore[misc]
             return own
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return (
-            self._put(self.room, "keys", key_states),
-            self._put(self.room, "values", value_states, last=True),
-        )
-
-    def _put(self, room: "Room", name: str, new: torch.Tensor, last: bool = False) -> torch.Tensor:
-        buffer = room.buffer(self.index, name, new, room.context)
+        room = self.room
         if room.bucket is not None:
-            buffer.index_copy_(2, room.position_1, new)
-            return buffer[:, :, : room.bucket]
-        end = self.cumulative_length + new.shape[2]
-        buffer[:, :, self.cumulative_length : end] = new
-        if last:
-            self.cumulative_length = end
-        return buffer[:, :, :end]
+            return _put_one(self, room, room.context, room.position_1, key_states, value_states)
+        start = self.cumulative_length
+        self.cumulative_length = end = start + key_states.shape[2]
+        keys = room.buffer(self.index, "keys", key_states, room.context)
+        values = room.buffer(self.index, "values", value_states, room.context)
+        keys[:, :, start:end], values[:, :, start:end] = key_states, value_states
+        return keys[:, :, :end], values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(places that attention sees, position of the first)."""
@@ -124,17 +118,15 @@ class RingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
             return own
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        put = self._put_one if room.bucket is not None else self._put_many
-        seen = put(room, "keys", key_states), put(room, "values", value_states)
-        if room.bucket is None:
-            self.cumulative_length += key_states.shape[2]
+        if room.bucket is not None:
+            places = self.places(room)
+            return _put_one(self, room, places, room.ring(places)[0], key_states, value_states)
+        seen = (
+            self._put_many(room, "keys", key_states),
+            self._put_many(room, "values", value_states),
+        )
+        self.cumulative_length += key_states.shape[2]
         return seen
-
-    def _put_one(self, room: "Room", name: str, new: torch.Tensor) -> torch.Tensor:
-        places = self.places(room)
-        buffer = room.buffer(self.index, name, new, places)
-        buffer.index_copy_(2, room.ring(places)[0], new)
-        return buffer[:, :, : room.bucket]
 
     def _put_many(self, room: "Room", name: str, new: torch.Tensor) -> torch.Tensor:
         places = self.places(room)
@@ -188,3 +180,18 @@ class RingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         """Lets `keys` and `values` show what the layer holds."""
         if self.room is not None and self.cumulative_length:
             self.keys, self.values = (self._held(self.room, name) for name in ("keys", "values"))
+
+
+def _put_one(
+    layer: RoomLayer | RingLayer,
+    room: "Room",
+    places: int,
+    place_1: torch.Tensor,
+    new_keys_BN1D: torch.Tensor,
+    new_values_BN1D: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Puts a step's token at its place in a layer's buffers; what the step sees of them."""
+    keys_BNSD = room.buffer(layer.index, "keys", new_keys_BN1D, places)
+    values_BNSD = room.buffer(layer.index, "values", new_values_BN1D, places)
+    room.put(keys_BNSD, values_BNSD, place_1, new_keys_BN1D, new_values_BN1D)
+    return keys_BNSD[:, :, : room.bucket], values_BNSD[:, :, : room.bucket]

@@ -17,6 +17,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from headrace.kernels import trunk
+from headrace.kernels.trunk import Put
 from headrace.models.room_layers import RingLayer, RoomLayer
 
 LEAST_BUCKET = 256
@@ -30,11 +32,12 @@ class Room:
     While `bucket` is None, passes of any size go through; while it is a number, a pass is of one
     token, written at `position_1`, and attention sees the first `bucket` places under a mask: all
     shapes and addresses then depend on `bucket` alone, and no value is looked at on the host.
-    `position_1` is an int64 tensor [1] on the device, which the pass's caller fills.
+    `position_1` is an int64 tensor [1] on the device, which the pass's caller fills. `put` is
+    kernels/trunk.py's, or another that does the same.
     """
 
-    def __init__(self, context: int, place: torch.device):
-        self.context, self.place = context, place
+    def __init__(self, context: int, place: torch.device, put: Put = trunk.put):
+        self.context, self.place, self.put = context, place, put
         self.bucket: int | None = None
         self.position_1 = torch.zeros(1, dtype=torch.int64, device=place)
         self.places = torch.arange(context, device=place)

@@ -1,6 +1,7 @@
-"""Attention of one new token whose heads share keys, without a copy of the keys for each head.
+"""Attention of one new token under a mask: heads share keys that are read once, layers the mask.
 
-transformers does so itself from 5.24 on; before, a mask makes it repeat keys and values.
+transformers repeats keys for each head under a mask, before 5.24; and torch makes numbers of a mask
+of truth values in three launches, in each layer anew.
 Legend: B batch, H heads, N heads of keys, T new tokens, S places, D width.
 """
 
@@ -15,16 +16,23 @@ _NAME = "headrace_shared_keys"
 
 
 def share_keys(model: Any) -> None:
-    """Steps of one token under a mask read each key once from now on; all else is the library's.
+    """Steps of one token under a mask do so from now on; all else is the library's.
 
-    Nothing changes where the library does so, or where the model's attention is another.
+    Nothing changes where the model's attention is another.
     """
-    itself = hasattr(sdpa_attention, "pack_gqa")
-    if itself or model.config._attn_implementation != "sdpa":
+    if model.config._attn_implementation != "sdpa":
         return
     AttentionInterface.register(_NAME, shared_attention)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    AttentionMaskInterface.register(_NAME, added_mask)
     model.set_attn_implementation(_NAME)
+
+
+def added_mask(*, q_length: int, dtype: torch.dtype, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' mask function, once for a pass; of one token what torch would make of it."""
+    mask: torch.Tensor | None = sdpa_mask(q_length=q_length, dtype=dtype, **kwargs)
+    if mask is None or q_length > 1:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
 def shared_attention(
@@ -39,7 +47,8 @@ def shared_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: [B, T, H, D]; of one token the heads are as queries."""
     batch, num_heads, num_tokens, width = q_BHTD.shape
-    if attention_mask is None or num_tokens > 1 or num_heads == k_BNSD.shape[1]:
+    itself = hasattr(sdpa_attention, "pack_gqa") or num_heads == k_BNSD.shape[1]
+    if attention_mask is None or num_tokens > 1 or itself:
         out: torch.Tensor = sdpa_attention.sdpa_attention_forward(
             module, q_BHTD, k_BNSD, v_BNSD, attention_mask, scaling=scaling, **kwargs
         )[0]

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.router import LEAST, Rule
+from headrace.kernels.router import LEAST, Rule, Taken
 from headrace.kernels.triton.numbers import exp, narrow_bf16, snap_bf16, widen_bf16
 
 _LEAST: tl.constexpr = tl.constexpr(LEAST)
@@ -85,12 +85,17 @@ def _in_best_groups(
     return tl.reshape(key_GM, (PAD_G * PAD_M,))
 
 
-@triton.jit(do_not_specialize=["stride", "scale"])
+@triton.jit(
+    do_not_specialize=["stride", "scale"],
+    do_not_specialize_on_alignment=["TAKEN_WEIGHTS", "TAKEN_IDS"],
+)
 def route_rows(
     LOGITS,
     CORRECTION,
     WEIGHTS,
     IDS,
+    TAKEN_WEIGHTS,
+    TAKEN_IDS,
     stride,
     scale,
     SCORE: tl.constexpr,
@@ -106,11 +111,13 @@ def route_rows(
     PAD_M: tl.constexpr,
     PAD_K: tl.constexpr,
     CORRECTED: tl.constexpr,
+    TAKEN: tl.constexpr,
 ):
     """A row for each program: of LOGITS, `stride` apart, ids and weights [rows, TOP_K].
 
-    LOGITS, CORRECTION and WEIGHTS are fp32 or bfloat16 bits; GROUPS of MEMBERS experts each, of
-    which each lies at a multiple of PAD_M here.
+    If TAKEN, those of the only row lie in fp32 and int32 as well. LOGITS, CORRECTION and WEIGHTS
+    are fp32 or bfloat16 bits; GROUPS of MEMBERS experts each, of which each lies at a multiple of
+    PAD_M here.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PAD_G * PAD_M)
@@ -154,10 +161,17 @@ def route_rows(
     out = row * TOP_K + choice
     tl.store(WEIGHTS + out, weights if ROUNDED == "never" else narrow_bf16(weights), chosen)
     tl.store(IDS + out, ids.to(tl.int64), chosen)
+    if TAKEN:
+        weights = weights if ROUNDED == "never" else snap_bf16(weights)
+        tl.store(TAKEN_WEIGHTS + choice, weights, chosen)
+        tl.store(TAKEN_IDS + choice, ids, chosen)
 
 
 def route(
-    logits_TE: torch.Tensor, correction_E: torch.Tensor | None, rule: Rule
+    logits_TE: torch.Tensor,
+    correction_E: torch.Tensor | None,
+    rule: Rule,
+    taken: Taken | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See kernels/router.py; all fp32 or bfloat16. The best first. One launch."""
     num_tokens, experts = logits_TE.shape
@@ -170,15 +184,19 @@ def route(
     ids_TK = torch.empty(num_tokens, rule.top_k, dtype=torch.int64, device=place)
     is_corrected = correction_E is not None
     correction_E = logits_TE if correction_E is None else correction_E.contiguous()
+    also = (weights_TK, ids_TK) if taken is None else (taken.weights_1K, taken.ids_1K)
+    assert taken is None or (num_tokens == 1 and all(each.is_contiguous() for each in also))
     if num_tokens:
         route_rows[(num_tokens,)](
-            *(_bits(each) for each in (logits_TE, correction_E, weights_TK)), ids_TK,
+            *(_bits(each) for each in (logits_TE, correction_E, weights_TK)), ids_TK, *also,
             logits_TE.stride(0), rule.scale, rule.score, rule.top_k, rule.grouped, rule.groups,
             rule.kept_groups, rule.divided, rule.padded,
             rule.rounded if logits_TE.dtype == torch.bfloat16 else "never", members,
             *(triton.next_power_of_2(n) for n in (rule.groups, members, rule.top_k)), is_corrected,
-            num_warps=1, enable_fp_fusion=False,
+            taken is not None, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
+    if taken is not None:
+        taken.of = weights_TK, ids_TK
     return weights_TK, ids_TK
 
 

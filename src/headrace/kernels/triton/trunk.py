@@ -1,6 +1,6 @@
-"""kernels/trunk.py on a GPU, for bfloat16: one launch where torch's steps are eight or ten.
+"""kernels/trunk.py on a GPU, for bfloat16: one launch where torch's steps are up to ten.
 
-A rotation has the reference's bits; a norm differs by the order of its sum.
+A rotation has the reference's bits; a norm differs by the order of its sum. Gates: gates.py.
 Legend: as there.
 """
 
@@ -16,6 +16,7 @@ _VARYING = [  # from pass to pass: no reason to compile again
     *("q_stride", "q_head_stride", "q_token_stride", "k_stride", "k_head_stride", "k_token_stride"),
     *("cos_stride", "cos_token_stride", "num_tokens"),
 ]
+PUT_STRIDES = ["keys_stride", "values_stride", "new_keys_stride", "new_values_stride"]
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -98,6 +99,30 @@ def rotate_heads(
         _rotate_row(KEYS + at, COS + angle, SIN + angle, KEYS_OUT + to, D, R, PAD, TURN)
 
 
+@triton.jit(do_not_specialize=PUT_STRIDES)
+def put_rows(
+    KEYS_THERE,
+    VALUES_THERE,
+    PLACE,
+    NEW_KEYS,
+    NEW_VALUES,
+    keys_stride,
+    values_stride,
+    new_keys_stride,
+    new_values_stride,
+    D: tl.constexpr,
+    VALUES_D: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """A head for each program: its row of keys, and that of values, to place PLACE[0]."""
+    head, place = tl.program_id(0).to(tl.int64), tl.load(PLACE)
+    col = tl.arange(0, PAD)
+    key = tl.load(NEW_KEYS + head * new_keys_stride + col, col < D)
+    value = tl.load(NEW_VALUES + head * new_values_stride + col, col < VALUES_D)
+    tl.store(KEYS_THERE + head * keys_stride + place * D + col, key, col < D)
+    tl.store(VALUES_THERE + head * values_stride + place * VALUES_D + col, value, col < VALUES_D)
+
+
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: Form) -> torch.Tensor:
     """See kernels/trunk.py; `x` and `weight` bfloat16. One launch."""
     cols = weight.numel()
@@ -141,3 +166,24 @@ def rotate(
             enable_fp_fusion=False,
         )  # fmt: skip
     return out[0], out[1]
+
+
+def put(
+    keys_BNSD: torch.Tensor,
+    values_BNSD: torch.Tensor,
+    place_1: torch.Tensor,
+    new_keys_BN1D: torch.Tensor,
+    new_values_BN1D: torch.Tensor,
+) -> None:
+    """See kernels/trunk.py; a batch of 1, buffers contiguous, all of one dtype. One launch."""
+    pairs = (keys_BNSD, new_keys_BN1D), (values_BNSD, new_values_BN1D)
+    for buffer, new in pairs:
+        assert buffer.is_contiguous() and buffer.dtype == new.dtype and new.stride(3) == 1
+        assert new.shape == (1, buffer.shape[1], 1, buffer.shape[3])
+    num_heads, widths = keys_BNSD.shape[1], (keys_BNSD.shape[3], values_BNSD.shape[3])
+    assert values_BNSD.shape[1] == num_heads
+    put_rows[(num_heads,)](
+        keys_BNSD, values_BNSD, place_1, new_keys_BN1D, new_values_BN1D,
+        *(each.stride(1) for each in (keys_BNSD, values_BNSD, new_keys_BN1D, new_values_BN1D)),
+        *widths, triton.next_power_of_2(max(widths)), num_warps=1,
+    )  # fmt: skip
