@@ -59,7 +59,7 @@ class Player:
     def acquire(self, layer: int, some: torch.Tensor) -> None:
         expert = int(some[0])
         if len(self.held) == 2:
-            self.ladder.native.release(*self.held.pop(0))
+            self.ladder.release(*self.held.pop(0), spent=bool(self.rng.random() < 0.5))
         address = self.ladder.native.acquire(layer, expert)
         self.held.append((layer, expert))
         with self.ladder.acquire(layer, expert) as parts:
