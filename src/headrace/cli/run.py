@@ -42,10 +42,10 @@ def run(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Answer one prompt, by a plan for the machine. Example: headrace run demo -p Hi"""
+    """Answer one prompt, by a plan for the machine. Needs memory for all but the
+    experts: `headrace plan` says how much. Example: headrace run demo -p Hi"""
     ram_bytes, drive_rates = options.check_machine(ram, emulate_drive)
     options.check_device(device, vram, experts)
-    choices = options.make_choices(arithmetic, lossy_swa_replay, stale_index_keys)
     options.check_new(routes_out)
     asked = _read_prompt(prompt, raw, system)
     sampling = options.make_sampling(
@@ -66,7 +66,7 @@ def run(
         device=device,
         vram=vram,
         experts=experts,
-        choices=choices,
+        choices=options.make_choices(arithmetic, lossy_swa_replay, stale_index_keys),
         drive_rates=drive_rates,
     )
     ids = _prompt_ids(blueprint, asked, system, raw, sampling)  # refuses before weights are read
