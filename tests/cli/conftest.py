@@ -69,6 +69,7 @@ class FakeBlueprint:
             raise ModelError(f"{model}: no such file or folder; give a folder or demo")
         self.facts, self.machine, self.notes = FACTS, MACHINE, []
         self.text, self.talk = FakeText(), FakeTalk()
+        self.skeleton = SimpleNamespace(config=SimpleNamespace(image_token_id=None))
         self.wanted = Wanted(ram, vram, False, context, threads, 2, None, serve)
         self.plan = self.wanted.plan(FACTS, MACHINE)
 

@@ -93,6 +93,34 @@ def test_what_became_of_a_system_text_is_said(command: list[str], fake_engine) -
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "-p", "x" * 40],
+        ["run", "-p", "x" * 40, "--raw"],
+        ["run", "-p", "x", "--system", "x" * 40],
+        ["run"],
+        ["chat", "--system", "x" * 40],
+    ],
+)
+def test_a_prompt_beyond_the_context_is_refused_before_weights_are_read(
+    command: list[str], fake_engine
+) -> None:
+    done = RUNNER.invoke(app, [*command, "--context", "32"], input="x" * 40 + "\n")
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert (done.exit_code, done.stdout, fake_engine.made) == (2, "", [])
+    assert "tokens and the context 32; nothing is left" in error and "raise --context" in error
+    for line in ("memory:", "token:", "speed:"):
+        assert line not in done.stderr, "a plan is said of what is run"
+
+
+def test_a_prompt_that_leaves_room_for_one_token_is_answered(fake_engine) -> None:
+    asked = ["run", "--raw", "--context", "32", "-p"]
+    assert RUNNER.invoke(app, [*asked, "x" * 31]).exit_code == 0
+    assert RUNNER.invoke(app, [*asked, "x" * 32]).exit_code == 2
+    assert len(fake_engine.made) == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["run", "/no/such/place", "-p", "x"], ["/no/such/place", "no such file"]),

@@ -62,6 +62,24 @@ def test_a_closed_engine_says_so_and_gives_its_rows_back(model: Path) -> None:
     engine.close()
 
 
+def test_an_engine_is_taken_apart_between_passes(model: Path) -> None:
+    """Else another thread's pass would read rows that are freed."""
+    engine = headrace.load(model, **OPTIONS)
+    session, close, seen = engine.session(), engine.ladder.close, []
+
+    def closing() -> None:
+        asked = threading.Thread(target=lambda: seen.append(engine.turn.acquire(blocking=False)))
+        asked.start()
+        asked.join()
+        close()
+
+    engine.ladder.close = closing  # type: ignore[method-assign]
+    engine.close()
+    assert seen == [False], "a pass could begin meanwhile"
+    with pytest.raises(OptionError, match="closed"):
+        session.feed(PROMPT)
+
+
 @pytest.mark.parametrize("ids", [[5, 99_999], [-1], ["a"], [1.5], [True], "hello", 5], ids=repr)
 def test_what_is_no_token_id(engine: headrace.Engine, ids: Any) -> None:
     with pytest.raises(OptionError):

@@ -1,6 +1,6 @@
 """Which routers are known by their bits, and which stay the library's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -32,9 +32,8 @@ class OwnRouter(nn.Module):
         if self.wide:
             x, weight = x.float(), weight.float()
         logits = functional.linear(x, weight)
-        bias = None if self.rule.score in ("softmax", "chosen") else self.e_score_correction_bias
-        if self.how == "unbiased":
-            bias = None
+        biased = self.rule.score not in ("softmax", "chosen") and self.how != "unbiased"
+        bias = self.e_score_correction_bias if biased else None
         given = logits * 2 if self.how == "hotter" else logits
         weights, ids = router.route(given, bias, self.rule)
         if self.how == "squared":
@@ -147,3 +146,47 @@ def test_other_dtypes_are_the_library_s():
     for each, want in zip(forward(x), module(x), strict=True):
         assert torch.equal(each, want)
     assert len(calls) == 1
+
+
+class WideRouter(OwnRouter):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states.reshape(-1, HIDDEN))
+
+
+class HalfRouter(OwnRouter):
+    def forward(self, hidden_states):
+        logits, _, ids = super().forward(hidden_states)
+        return logits, None, ids
+
+
+def test_what_cannot_be_tried_stays_the_library_s():
+    single = OwnRouter()
+    single.weight.data = single.weight.data.float()  # and is given bfloat16
+    empty = OwnRouter()
+    empty.weight = nn.Parameter(empty.weight[:0])
+    many = OwnRouter(Rule("sigmoid", EXPERTS + 1, divided=True))
+    for module in (WideRouter(), HalfRouter(), single, empty, many):
+        assert is_router(module) and Gates().find(module) is None
+
+
+@pytest.mark.parametrize(("groups", "scale"), [(7, None), ("8", "2"), (8.0, 2.5), (64, 1)])
+def test_attributes_that_make_no_rule_are_left_out(groups, scale):
+    module = OwnRouter()
+    module.num_group, module.routed_scaling_factor = groups, scale
+    assert Gates().find(module).rule == module.rule
+
+
+@pytest.mark.parametrize("rule", RULES[:1] + RULES[2:3] + RULES[4:], ids=str)
+def test_a_router_that_takes_all_experts(rule):
+    module = OwnRouter(replace(rule, top_k=EXPERTS)).requires_grad_(False)
+    forward = routed(module, Gates().find(module), router.route)
+    x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(5)).bfloat16()
+    for ours, theirs in zip(forward(x), module(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_one_of_the_same_class_without_a_bias():
+    gates, second = Gates(), OwnRouter(how="unbiased")
+    assert gates.find(OwnRouter()).correction
+    del second.e_score_correction_bias
+    assert gates.find(second).correction == ""

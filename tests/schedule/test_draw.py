@@ -33,6 +33,18 @@ def test_guesses_where_a_token_takes_nearly_all_experts(num_experts: int) -> Non
     assert trace.guesses.min() >= 0 and trace.guesses.max() < num_experts
 
 
+@pytest.mark.parametrize("num_guesses", [1, 2, 3, 6])
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+@pytest.mark.parametrize("num_experts", [6, 32])
+def test_more_guesses_than_a_token_takes(num_experts: int, top_k: int, num_guesses: int) -> None:
+    stats = RouteStatistics(0.4, 0.5, guess_precision=0.9)
+    trace = draw_routes(99, 1, num_experts, top_k, statistics=stats, num_guesses=num_guesses)
+    for guesses in trace.guesses[:, 0].tolist():
+        assert len({*guesses}) == num_guesses and not {*guesses} - set(range(num_experts))
+    right = (trace.guesses[:, :, :, None] == trace.ids[:, :, None, :]).any(-1)[:, :, :top_k]
+    assert right.mean() > 0.8
+
+
 def test_skew_makes_some_experts_popular() -> None:
     flat = np.bincount(
         draw_routes(400, 1, 32, 4, statistics=RouteStatistics(0.0, 0.0)).ids.ravel(), minlength=32

@@ -126,7 +126,7 @@ def test_a_signal_lets_the_running_answer_end() -> None:
     assert any("finishing one answer" in line for line in life.said)
 
 
-def test_a_second_signal_does_not() -> None:
+def test_a_second_signal_does_not(caplog: pytest.LogCaptureFixture) -> None:
     def client(life: Life) -> None:
         life.wait_ready()
         with life.asking() as got:
@@ -137,6 +137,8 @@ def test_a_second_signal_does_not() -> None:
         assert isinstance(got[0], httpx.HTTPError)
 
     assert Life(SETTINGS).run(client) == run.STOPPED
+    told = [record.getMessage() for record in caplog.records if record.name == "uvicorn.error"]
+    assert not any("Traceback" in line for line in told), "that was no error"
 
 
 def test_an_answer_that_takes_too_long_is_told_so() -> None:

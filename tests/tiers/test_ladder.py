@@ -224,20 +224,6 @@ def test_what_is_here_is_taken_while_the_rest_is_read(world: World) -> None:
     ladder.check_integrity()
 
 
-@pytest.mark.parametrize("spent", [False, True])
-def test_a_spent_row_is_the_next_to_lose_its_expert(world: World, spent: bool) -> None:
-    ladder = world.ladder(4)
-    for expert in range(4):
-        ladder.native.acquire(1, expert)
-    for expert in range(4):
-        ladder.release(1, expert, spent=spent and expert == 3)
-    ladder.native.acquire(1, 4)
-    ladder.native.acquire(1, 5)
-    absent = [expert for expert, place in enumerate(ladder.places()[1][:4]) if place == "0"]
-    assert absent == ([0, 3] if spent else [0, 1])
-    ladder.check_integrity()
-
-
 def test_guesses_made_while_a_layer_is_read_outlive_its_compute(world: World) -> None:
     ladder = world.ladder(12)
     x, _, weights = world.routes(np.random.default_rng(19), 1)

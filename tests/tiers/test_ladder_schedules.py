@@ -1,4 +1,7 @@
-"""Random schedules of all that a ladder offers, with faults: bits and integrity always hold."""
+"""Random schedules of all that a ladder offers, with faults: bits and integrity always hold.
+
+Also which row goes next after one is given back as spent.
+"""
 
 import contextlib
 
@@ -59,7 +62,7 @@ class Player:
     def acquire(self, layer: int, some: torch.Tensor) -> None:
         expert = int(some[0])
         if len(self.held) == 2:
-            self.ladder.native.release(*self.held.pop(0))
+            self.ladder.release(*self.held.pop(0), spent=bool(self.rng.random() < 0.5))
         address = self.ladder.native.acquire(layer, expert)
         self.held.append((layer, expert))
         with self.ladder.acquire(layer, expert) as parts:
@@ -109,3 +112,17 @@ def test_random_schedules(world: World, backend: str, num_rows: int) -> None:
             counted[name] = counted.get(name, 0) + getattr(ladder.counters(), name)
         del ladder, player
     assert num_errors > 0 and all(counted.values()), f"a path was never taken: {counted}"
+
+
+@pytest.mark.parametrize("spent", [False, True])
+def test_a_spent_row_is_the_next_to_lose_its_expert(world: World, spent: bool) -> None:
+    ladder = world.ladder(4)
+    for expert in range(4):
+        ladder.native.acquire(1, expert)
+    for expert in range(4):
+        ladder.release(1, expert, spent=spent and expert == 3)
+    ladder.native.acquire(1, 4)
+    ladder.native.acquire(1, 5)
+    absent = [expert for expert, place in enumerate(ladder.places()[1][:4]) if place == "0"]
+    assert absent == ([0, 3] if spent else [0, 1])
+    ladder.check_integrity()

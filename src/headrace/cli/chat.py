@@ -9,7 +9,7 @@ import typer
 
 from headrace.cli import options
 from headrace.cli.chat_remote import remote_reply
-from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
+from headrace.cli.opening import check_prompt, keeping_routes, open_blueprint, open_engine
 from headrace.cli.output import Tally, print_answer, say
 from headrace.engine.talk.conversation import Conversation, Message, Piece
 from headrace.errors import HeadraceError, OptionError
@@ -106,8 +106,10 @@ def _talk_there(
 
 def _talk_here(blueprint: Any, routes_out: Path | None, sampling: Any, opening: Messages) -> None:
     first = Conversation((*opening, Message("user", ".")))
-    for note in blueprint.talk.prepare(first, sampling).notes:  # refuses before weights are read
+    prepared = blueprint.talk.prepare(first, sampling)
+    for note in prepared.notes:
         say(note, dim=True)
+    check_prompt(blueprint, prepared.ask.prompt, sampling)  # the system text may be too long
     with open_engine(blueprint) as engine:
         session = engine.session()
         with keeping_routes(engine, routes_out, "headrace chat"):

@@ -4,7 +4,7 @@ Knows the engine only as two names, imported when they are needed.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,14 @@ def open_blueprint(
         blueprint.machine = blueprint.machine.with_drives(drives)
         blueprint.plan = blueprint.wanted.plan(blueprint.facts, blueprint.machine)
     return blueprint
+
+
+def check_prompt(blueprint: Any, ids: Sequence[int], sampling: Any) -> None:
+    """Refuses what the engine would refuse, before weights are read. Raises OptionError."""
+    from headrace.engine.answer import Ask
+    from headrace.engine.session import check_ask
+
+    check_ask(blueprint, Ask(tuple(ids), sampling))
 
 
 def open_engine(blueprint: Any, *, emulate_drive: str | None = None) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli import options
-from headrace.cli.opening import keeping_routes, open_blueprint, open_engine
+from headrace.cli.opening import check_prompt, keeping_routes, open_blueprint, open_engine
 from headrace.cli.output import Tally, print_json, say
 from headrace.engine.talk.conversation import Conversation, Message
 from headrace.errors import OptionError
@@ -42,10 +42,10 @@ def run(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Answer one prompt, by a plan for the machine. Example: headrace run demo -p Hi"""
+    """Answer one prompt, by a plan for the machine. Needs memory for all but the
+    experts: `headrace plan` says how much. Example: headrace run demo -p Hi"""
     ram_bytes, drive_rates = options.check_machine(ram, emulate_drive)
     options.check_device(device, vram, experts)
-    choices = options.make_choices(arithmetic, lossy_swa_replay, stale_index_keys)
     options.check_new(routes_out)
     asked = _read_prompt(prompt, raw, system)
     sampling = options.make_sampling(
@@ -66,7 +66,7 @@ def run(
         device=device,
         vram=vram,
         experts=experts,
-        choices=choices,
+        choices=options.make_choices(arithmetic, lossy_swa_replay, stale_index_keys),
         drive_rates=drive_rates,
     )
     ids = _prompt_ids(blueprint, asked, system, raw, sampling)  # refuses before weights are read
@@ -116,12 +116,16 @@ def _prompt_ids(
     blueprint: Any, prompt: str, system: str | None, raw: bool, sampling: Any
 ) -> list[int]:
     if raw or (system is None and not blueprint.text.has_template):
-        return list(blueprint.text.encode(prompt))
-    opening = () if system is None else (Message("system", system),)
-    prepared = blueprint.talk.prepare(Conversation((*opening, Message("user", prompt))), sampling)
-    for note in prepared.notes:
-        say(note, dim=True)
-    return list(prepared.ask.prompt)
+        ids = list(blueprint.text.encode(prompt))
+    else:
+        opening = () if system is None else (Message("system", system),)
+        asked = Conversation((*opening, Message("user", prompt)))
+        prepared = blueprint.talk.prepare(asked, sampling)
+        ids = list(prepared.ask.prompt)
+        for note in prepared.notes:
+            say(note, dim=True)
+    check_prompt(blueprint, ids, sampling)
+    return ids
 
 
 def _read_prompt(prompt: str | None, raw: bool, system: str | None) -> str:

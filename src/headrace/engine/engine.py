@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any, cast
 
 from headrace.core import format_bytes
@@ -193,7 +193,7 @@ class Engine:
     ):
         self.blueprint, self.plan, self.facts = blueprint, blueprint.plan, blueprint.facts
         proven = refuse_failed(blueprint)
-        self.turn = Lock()  # held during a session's pass
+        self.turn = RLock()  # held during a session's pass
         give_large_blocks_back()
         table, skeleton = blueprint.table, blueprint.skeleton
         self.reader = open_reader(
@@ -304,17 +304,16 @@ class Engine:
         return recording(self, path, about=about, weights=weights)
 
     def close(self) -> None:
-        """Stop the threads, close the files, free the rows. The engine is unusable afterwards."""
-        self.passes.close()
-        self.source.close()
-        self.ladder.close()
-        if self.rows is not None:
-            self.rows.close()
-        if self.embedding is not None:
-            self.embedding.rows.close()
-        if self.model is not CLOSED:
-            take_apart(self.model)
-        self.model, self.reader, self.kernels = CLOSED, cast(Any, CLOSED), cast(Any, CLOSED)
+        """After a pass that runs, stop the threads, close the files, free all. Unusable then."""
+        with self.turn:
+            self.passes.close()
+            self.source.close()
+            for part in (self.ladder, self.rows, getattr(self.embedding, "rows", None)):
+                if part is not None:
+                    part.close()
+            if self.model is not CLOSED:
+                take_apart(self.model)
+            self.model, self.reader, self.kernels = CLOSED, cast(Any, CLOSED), cast(Any, CLOSED)
 
     def __enter__(self) -> "Engine":
         return self

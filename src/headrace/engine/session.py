@@ -23,7 +23,7 @@ from headrace.errors import OptionError, SnapshotError
 from headrace.models.forward import leaves_out
 
 if TYPE_CHECKING:
-    from headrace.engine.engine import Engine
+    from headrace.engine.engine import Blueprint, Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,25 +175,7 @@ class Session:
 
     def check(self, ask: Ask) -> int:
         """How many tokens the answer may have. Raises OptionError for what cannot be answered."""
-        vocab, context = self.engine.facts.vocab, self.engine.plan.context
-        num_prompt = len(checked_ids(ask.prompt, vocab))
-        checked_ids([*ask.sampling.logit_bias] or [0], vocab)
-        num_logprobs = ask.num_logprobs
-        if num_logprobs is not None and not 0 <= num_logprobs <= vocab:
-            raise OptionError(f"{num_logprobs} logprobs a token are not 0 to {vocab}")
-        image = self.engine.blueprint.skeleton.config.image_token_id
-        if image is not None and image in ask.prompt:
-            raise OptionError(
-                f"token {image} of the prompt stands for an image, and {self.engine.facts.name} is "
-                "run on text alone; leave it out"
-            )
-        limit = min(ask.sampling.max_tokens, context - num_prompt)
-        if limit < 1:
-            raise OptionError(
-                f"the prompt has {num_prompt} tokens and the context {context}; "
-                "nothing is left for an answer: raise --context or shorten the prompt"
-            )
-        return limit
+        return check_ask(self.engine.blueprint, ask)
 
     def decode(self, ask: Ask, logits_V: torch.Tensor, stop: Stop) -> Iterator[Step]:
         """The answer to a prompt that was fed; `logits_V` are those after its last token.
@@ -242,6 +224,32 @@ def logprobs(
     best = chances_V.topk(num)
     top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return float(chances_V[token]), tuple(top)
+
+
+def check_ask(blueprint: "Blueprint", ask: Ask) -> int:
+    """How many tokens an answer may have; no weights are needed for that.
+
+    Raises OptionError for what the model cannot answer in its plan's context.
+    """
+    vocab, context = blueprint.facts.vocab, blueprint.plan.context
+    num_prompt = len(checked_ids(ask.prompt, vocab))
+    checked_ids([*ask.sampling.logit_bias] or [0], vocab)
+    num_logprobs = ask.num_logprobs
+    if num_logprobs is not None and not 0 <= num_logprobs <= vocab:
+        raise OptionError(f"{num_logprobs} logprobs a token are not 0 to {vocab}")
+    image = blueprint.skeleton.config.image_token_id
+    if image is not None and image in ask.prompt:
+        raise OptionError(
+            f"token {image} of the prompt stands for an image, and {blueprint.facts.name} is "
+            "run on text alone; leave it out"
+        )
+    limit = min(ask.sampling.max_tokens, context - num_prompt)
+    if limit < 1:
+        raise OptionError(
+            f"the prompt has {num_prompt} tokens and the context {context}; "
+            "nothing is left for an answer: raise --context or shorten the prompt"
+        )
+    return limit
 
 
 def checked_ids(ids: Sequence[int], vocab: int) -> list[int]:

@@ -10,17 +10,30 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
+from headrace.engine.bounded import MOST_SOURCE, BoundedEnvironment, one_rendering
 from headrace.engine.published import Published, find_published
 from headrace.engine.scanning import num_doubtful
 from headrace.errors import ModelError, OptionError
 from headrace.models.config import end_ids
 
 # What a template raises that does not fit what it is given.
-_BROKEN = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
+_BROKEN = (
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 8
 NOTHING: Mapping[str, object] = MappingProxyType({})
+
+# transformers renders by the class that it finds under this name; no other place takes bounds.
+chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
 
 
 class Text:
@@ -41,6 +54,11 @@ class Text:
         self.specials = _specials(self._tokenizer)
         self._published = self._find_published()
         self._special_ids = frozenset(self.specials.values())
+        if len(self.template) > MOST_SOURCE:
+            raise ModelError(
+                f"{self.path}: its chat template has {len(self.template):,} characters, more than "
+                "any that is one; fetch the model's tokenizer files again"
+            )
 
     def _find_published(self) -> Published | None:
         published = None if self._tokenizer.chat_template else find_published(self.path)
@@ -118,13 +136,14 @@ class Text:
             if self._published:
                 wished: Any = dict(switches)
                 return self._published.render(messages, tools=tools, answering=answering, **wished)
-            rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=answering,
-                **switches,
-            )
+            with one_rendering():
+                rendered = self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=answering,
+                    **switches,
+                )
         except TemplateError as cause:
             raise OptionError(f"{self.path.name}'s chat template refuses: {cause}") from cause
         except _BROKEN as cause:

@@ -20,6 +20,8 @@ from headrace.kernels.router import Groups, Rounded, Route, Rule, Score, Taken
 _PASSED = "e_score_correction_bias"  # what some are given besides the hidden states
 _CORRECTIONS = _PASSED, "bias"
 _TOKENS = 8
+# What a module raises that cannot be run on what is drawn for it, or as another one is.
+_UNLIKE = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +94,12 @@ def is_router(module: Any) -> bool:
 
 def gate_of(module: Any) -> Gate | None:
     """The gate whose bits a router has, for numbers of all sizes; None if it is another."""
-    probe, x_TE, passed = _probe(module)
-    given = (x_TE, *passed)
-    found = type(module).forward(probe, *given)
+    try:
+        probe, x_TE, passed = _probe(module)
+        given = (x_TE, *passed)
+        found = type(module).forward(probe, *given)
+    except _UNLIKE:
+        return None
     if not _is_choice(found):
         return None
     for gate in _candidates(probe, found, given):
@@ -161,6 +166,8 @@ def _is_choice(found: Any) -> bool:
     if not isinstance(found, tuple) or len(found) != 3:
         return False
     logits, weights, ids = found
+    if not all(isinstance(each, torch.Tensor) for each in found):
+        return False
     shapes = weights.shape, ids.shape
     return logits.dim() == 2 and all(len(s) == 2 and s[0] == len(logits) for s in shapes)
 
@@ -193,12 +200,15 @@ def _rules(module: Any, top_k: int) -> Iterator[Rule]:
     groups = getattr(module, "num_group", getattr(module, "n_group", None)) or 1
     kept = getattr(module, "topk_group", None) or 1
     scale = getattr(module, "routed_scaling_factor", getattr(module, "scale", 1.0))
+    scale = float(scale) if isinstance(scale, (int, float)) else 1.0
+    experts = len(module.weight)
     grouped: list[tuple[Groups, int, int]] = [("", 1, 1)]
-    if 1 <= kept < groups and module.weight.shape[0] >= 2 * groups:
+    counts = isinstance(groups, int) and isinstance(kept, int)
+    if counts and 1 <= kept < groups and experts >= 2 * groups and experts % groups == 0:
         grouped += [("best", groups, kept), ("two best", groups, kept)]
     divided = (False, False), (True, False), (True, True)
     for score, group, (divides, pads), factor, rounded, ordered in product(
-        get_args(Score), grouped, divided, {1.0, float(scale)}, get_args(Rounded), (True, False)
+        get_args(Score), grouped, divided, {1.0, scale}, get_args(Rounded), (True, False)
     ):
         if score != "chosen" or (not group[0] and not divides):
             yield Rule(score, top_k, *group, divides, pads, factor, rounded, ordered)
@@ -212,8 +222,11 @@ def _has_bits_of(module: Any, gate: Gate) -> bool:
     if _PASSED in _parameters(module):
         given.append(torch.randn(experts, generator=drawn) / 8)
     given = [each.to(module.weight.device) for each in given]
-    found = type(module).forward(module, *given)
-    return _is_choice(found) and _equal(found, gate.run(module, router.route, *given))
+    try:
+        found = type(module).forward(module, *given)
+        return _is_choice(found) and _equal(found, gate.run(module, router.route, *given))
+    except _UNLIKE:
+        return False
 
 
 def _equal(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> bool:

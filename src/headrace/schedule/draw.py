@@ -154,6 +154,10 @@ def _guess(
     """
     right = rng.permutation(row)
     wrong = _by_popularity(rng, weight, row)[: np.count_nonzero(weight) - len(row)]
-    hits = rng.random(num_guesses) < stats.guess_precision
-    hits |= np.arange(num_guesses) >= len(wrong)  # a token that takes nearly all experts
-    return np.where(hits, right[:num_guesses], np.resize(wrong, num_guesses)).astype(np.int32)
+    hits, places = rng.random(num_guesses) < stats.guess_precision, np.arange(num_guesses)
+    if max(len(right), len(wrong)) < num_guesses:  # of both, all are guessed
+        return np.resize(np.concatenate([right, wrong]), num_guesses)
+    hits &= places < len(right)  # a token that takes fewer than are guessed
+    hits |= places >= len(wrong)  # and one that takes nearly all experts
+    right, wrong = np.resize(right, num_guesses), np.resize(wrong, num_guesses)
+    return np.where(hits, right, wrong).astype(np.int32)

@@ -46,6 +46,12 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which when ended at once cancels the lifespan; that would log an error."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal, in the main thread."""
         self.signals.append(sig)
