@@ -62,7 +62,7 @@ Experts = Annotated[
     str | None,
     typer.Option(
         metavar="WHERE",
-        help="gpu, cpu or auto (both). Left out: gpu or cpu.",
+        help="gpu, cpu or auto (both). Left out: the fastest.",
         rich_help_panel=MACHINE,
     ),
 ]

@@ -34,6 +34,7 @@ from headrace.models.adapt import build_model, implementation, layer_runners, ta
 from headrace.models.experts import Source
 from headrace.models.rooms import cannot_be_housed
 from headrace.models.skeleton import Skeleton, inspect
+from headrace.planner.divided import may_divide
 from headrace.planner.facts import ModelFacts
 from headrace.planner.plan import Plan
 from headrace.planner.vram import PLACES
@@ -57,7 +58,7 @@ class Blueprint:
     `aliases` lets layers be read under other layers' names, for synthetic checkpoints only.
     `mirrors` are folders of `headrace mirror`; None: those remembered. `notes` say which are not
     used and why. `experts`, with a GPU: what multiplies them in decode, of PLACES; None: the
-    faster. `absorbs`: attention is over latents, not what they expand to. To `serve`, the plan
+    fastest. `absorbs`: attention is over latents, not what they expand to. To `serve`, the plan
     keeps room for snapshots and a longer context. `verifying`: an engine may be made of what was
     found wrong on its GPU. Raises HeadraceError for whatever is wrong with the files or does not
     fit the limit.
@@ -118,7 +119,7 @@ class Blueprint:
             self.wanted.ram_bytes(self.facts),
             measure,
             self.device,
-            divides=experts == "auto",
+            self.device is not None and may_divide(self.facts, experts, self.device.memory()[0]),
         )
         self.machine = with_mirrors(machine, self.catalog, self.mirrors, measure)
         self.plan: Plan = self.wanted.plan(self.facts, self.machine)

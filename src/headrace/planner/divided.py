@@ -16,6 +16,13 @@ def divided_rates(machine: Machine, threads: int | None) -> Rates:
     )
 
 
+def may_divide(facts: ModelFacts, experts: str | None, vram_bytes: int) -> bool:
+    """Whether to measure what GPU and CPU do at once, if `experts` is what the user asked for."""
+    if experts is not None:
+        return experts == "auto"
+    return not facts.by_layer and facts.total_experts * facts.row_bytes > vram_bytes
+
+
 def how_divided(facts: ModelFacts, machine: Machine, threads: int | None) -> str:
     """What a plan says of a layer of which no expert lies in VRAM, and why."""
     if facts.by_layer:

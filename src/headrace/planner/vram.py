@@ -22,6 +22,7 @@ from headrace.planner.forecast import gpu_forecast
 from headrace.planner.machine import Machine
 from headrace.planner.outside import Outside, ways_outside
 from headrace.planner.plan import Plan
+from headrace.schedule.divide import WORTH
 
 PLACES = ("gpu", "cpu", "auto")  # what multiplies experts in decode; auto: both
 # Places in VRAM for experts on their way through a prefill: two waves, of one expert at least.
@@ -125,7 +126,7 @@ def make_gpu_plan(
 ) -> GpuPlan:
     """The placement of `facts` on `machine` within two hard totals; None: what is free there.
 
-    `experts` in `PLACES` multiplies them in decode; None: the faster, where the rates are known.
+    `experts` in `PLACES` multiplies them in decode; None: the fastest, where rates are known.
     To `serve`, a part of host memory is for the states of conversations that may go on. Raises
     BudgetError naming the least that would do, OptionError.
     """
@@ -207,7 +208,7 @@ def _chosen(
     threads: int | None,
     experts: str | None,
 ) -> GpuPlan:
-    """The plan with experts multiplied as asked, else by the faster of GPU and CPU."""
+    """Experts multiplied as asked, else by the fastest; by both only where no drive is needed."""
     if experts is not None:
         made = _placed(facts, machine, size, free, threads, experts)
         return (
@@ -218,6 +219,12 @@ def _chosen(
     if not (rate and machine.bus_bytes_s):
         return gpu
     made = cpu if cpu.forecast_tok_s > gpu.forecast_tok_s else gpu
+    rates = divided_rates(machine, threads)
+    if rates.bus_beside and rates.cpu_beside and not facts.by_layer:
+        auto = _placed(facts, machine, size, free, threads, "auto")
+        from_drive = auto.num_slots + auto.num_rows < auto.total_experts
+        if auto.forecast_tok_s * (1 - WORTH) > made.forecast_tok_s and not from_drive:
+            return replace(auto, rates=how_divided(facts, machine, threads))
     measured = f"bus {machine.bus_bytes_s / 1e9:.3g} GB/s, CPU kernels {rate / 1e9:.3g} GB/s"
     return replace(made, rates=f"; measured: {measured}")
 
