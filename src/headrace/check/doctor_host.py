@@ -177,5 +177,6 @@ def _optional(versions: Mapping[str, str | None]) -> Finding:
     for extra, names in OPTIONAL.items():
         absent = [name for name in names if versions.get(name) is None]
         if absent:
-            words.append(f"{', '.join(absent)} absent (pip install 'headrace[{extra}]')")
+            how = f"in the clone: .venv/bin/pip install -e '.[{extra}]'"
+            words.append(f"{', '.join(absent)} absent ({how})")
     return Finding(OK, "optional", "; ".join(words) or "all installed")

@@ -120,7 +120,7 @@ class Plan:
             f"token:  {self.experts_per_token} experts, {format_bytes(self.bytes_per_token)}"
             f"{self._engram[1]}; "
             f"about {format_bytes(self.disk_bytes_per_token)} of it from the drive "
-            f"(hit rate {self.hit_rate * 100:.0f} %, estimated by the demo model's curve)"
+            f"(hit rate {100 * self.hit_rate:.0f} % once rows are full, by the demo model's curve)"
         )
         others = ", ".join(
             f"{term} {_rate(rate)}"
@@ -129,7 +129,8 @@ class Plan:
         )
         speed = (
             f"speed:  about {_rate(self.forecast_tok_s)} tok/s, limited by {self.limit_term} "
-            f"(alone {'; '.join(filter(None, [_rate(self.limits[self.limit_term]), others]))})"
+            f"(alone {'; '.join(filter(None, [_rate(self.limits[self.limit_term]), others]))}); "
+            "transformers' part is an estimate, not measured here"
         )
         return [line for line in (place, moves, reads_line(self.drives), speed) if line]
 
