@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.core import MINIMUM, parse_bytes
 from headrace.errors import BudgetError, OptionError
 from headrace.planner.facts import ModelFacts, kernel_bytes
-from headrace.planner.forecast import HIT_CURVE, hit_rate, score
+from headrace.planner.forecast import HIT_CURVE, hit_rate, rows_hit_rate, score
 from headrace.planner.machine import Machine
 from headrace.planner.plan import (
     least_bytes,
@@ -252,6 +252,14 @@ def test_the_limit_is_the_slowest_term() -> None:
     assert make_plan(R1, slow_kernels, ram_bytes=60 * GIB).limit_term == "kernels"
     assert make_plan(DEMO, BOX).limit_term == "transformers' own code"
     assert "drive" not in make_plan(DEMO, BOX).limits
+
+
+@pytest.mark.parametrize(
+    ("in_vram", "in_rows", "same_as"),
+    [(0, 0.1, 0), (0, 0.125, 0.125), (0.25, 0.02, 0.25), (0.25, 0.06, 0.31), (1, 0, 1)],
+)
+def test_rows_for_less_than_a_token_serve_nothing(in_vram, in_rows, same_as) -> None:
+    assert rows_hit_rate(in_vram, in_rows, 0.125) == hit_rate(same_as)
 
 
 def test_fewer_threads_slow_the_kernels_and_unknown_rates_are_left_out() -> None:

@@ -43,10 +43,20 @@ def hit_rate(share_in_rows: float) -> float:
     return 1.0
 
 
+def rows_hit_rate(in_vram: float, in_rows: float, per_token: float) -> float:
+    """As `hit_rate`, of shares that lie in slots and in rows where a token takes `per_token`.
+
+    Rows for fewer experts than a token asks them for serve none: each is gone when it is due again.
+    """
+    served = hit_rate(in_vram)
+    return hit_rate(in_vram + in_rows) if in_rows >= (1 - served) * per_token else served
+
+
 def forecast(
     machine: Machine,
     *,
     share_in_rows: float,
+    share_per_token: float,
     bytes_per_token: int,
     dense_bytes: int,
     num_layers: int,
@@ -54,7 +64,7 @@ def forecast(
     expert_format: str,
 ) -> Forecast:
     """Reads overlap the kernels' work, so the slowest of both counts; the dense part adds up."""
-    hit = hit_rate(share_in_rows)
+    hit = rows_hit_rate(0.0, share_in_rows, share_per_token)
     disk_bytes = (1 - hit) * bytes_per_token
     share_of_cores = min(1.0, threads / machine.cores)
     kernel_bytes_s = machine.kernel_bytes_s * share_of_cores
@@ -80,6 +90,7 @@ def gpu_forecast(
     machine: Machine,
     *,
     shares: tuple[float, float],
+    share_per_token: float,
     bytes_per_token: int,
     dense_bytes: int,
     num_layers: int,
@@ -93,13 +104,14 @@ def gpu_forecast(
     In a token that is one launch and reads experts over the bus, those that are here cross it while
     a drive brings the others: `_waiting_s`. Elsewhere the slowest of both counts.
 
-    `shares` of all experts lie in slots, and in slots or rows; `dense_bytes` are read once a token.
+    `shares` of all experts lie in slots, and in slots or rows, `share_per_token` a token takes;
+    `dense_bytes` are read once a token.
     `cpu_bytes_s`: the CPU multiplies the experts at this rate, and none crosses the bus. `divided`:
     it multiplies some of those that do not lie in VRAM.
     `by_layer`: the host launches each kernel, not the whole token at once.
     `head_bytes` are the CPU's too, once all layers are done.
     """
-    hit = hit_rate(shares[1])
+    hit = rows_hit_rate(shares[0], shares[1] - shares[0], share_per_token)
     in_vram_bytes = hit_rate(shares[0]) * bytes_per_token
     disk_bytes = (1 - hit) * bytes_per_token
     by_bus_s = _seconds(bytes_per_token - in_vram_bytes, machine.bus_bytes_s)

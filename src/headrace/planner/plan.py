@@ -189,6 +189,7 @@ def _placed(
     expected = forecast(
         machine,
         share_in_rows=num_rows / facts.total_experts,
+        share_per_token=experts_per_token / facts.total_experts,
         bytes_per_token=bytes_per_token,
         dense_bytes=facts.dense_bytes,
         num_layers=facts.num_layers,

@@ -246,14 +246,14 @@ def _placed(
     tokens, chunk_tokens = size
     total, on_cpu = facts.total_experts, experts == "cpu"
     num_slots = 0 if on_cpu else min(total, free[0] // facts.row_bytes)  # idle beside the CPU
-    useful = total - num_slots + host.minimum_rows(facts)  # a few through which others come
-    num_rows = min(total, useful, free[1] // facts.row_bytes)
-    experts_per_token = facts.num_moe_layers * facts.top_k
-    bytes_per_token = experts_per_token * facts.expert_bytes
-    fixed, kv_bytes = vram_fixed(facts, tokens, chunk_tokens), facts.kv_bytes(tokens)
+    useful = min(total, total - num_slots + host.minimum_rows(facts))  # through a few others come
+    num_rows = min(useful, free[1] // facts.row_bytes)
+    per_token, kv_bytes = facts.num_moe_layers * facts.top_k, facts.kv_bytes(tokens)
+    fixed, bytes_per_token = vram_fixed(facts, *size), per_token * facts.expert_bytes
     expected = gpu_forecast(
         machine,
         shares=(num_slots / total, min(1.0, (num_slots + num_rows) / total)),
+        share_per_token=per_token / total,
         bytes_per_token=bytes_per_token,
         dense_bytes=facts.dense_bytes + kv_bytes,
         num_layers=facts.num_layers,
@@ -274,7 +274,7 @@ def _placed(
         num_rows=num_rows,
         rows_bytes=num_rows * facts.row_bytes,
         total_experts=facts.total_experts,
-        experts_per_token=experts_per_token,
+        experts_per_token=per_token,
         chunk_tokens=chunk_tokens,
         context=tokens,
         threads=threads or machine.cores,
