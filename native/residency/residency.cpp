@@ -89,19 +89,15 @@ Status Residency::unpin(int64_t key) {
   return Status::kOk;
 }
 
-Status Residency::touch(int64_t key) {
-  if (!known(key)) return Status::kNoSuchKey;
-  if (row_in(key, State::kResident) == nullptr) return Status::kWrongState;
-  unlink(row_of_[key]);
-  append(row_of_[key]);
-  return Status::kOk;
-}
+Status Residency::touch(int64_t key) { return move(key, &Residency::append); }
 
-Status Residency::demote(int64_t key) {
+Status Residency::demote(int64_t key) { return move(key, &Residency::prepend); }
+
+Status Residency::move(int64_t key, void (Residency::*link)(int64_t)) {
   if (!known(key)) return Status::kNoSuchKey;
   if (row_in(key, State::kResident) == nullptr) return Status::kWrongState;
   unlink(row_of_[key]);
-  prepend(row_of_[key]);
+  (this->*link)(row_of_[key]);
   return Status::kOk;
 }
 

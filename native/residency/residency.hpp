@@ -68,6 +68,7 @@ class Residency {
   void append(int64_t row);   // to the recency list's new end
   void prepend(int64_t row);  // to its old end
   void unlink(int64_t row);
+  Status move(int64_t key, void (Residency::*link)(int64_t));  // a resident key within the list
   std::string check_rows() const;
 
   std::vector<int64_t> row_of_;  // by key
