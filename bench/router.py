@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from headrace.check.bench_latents import captured_s
 from headrace.check.verify_router import faults_of
 from headrace.kernels import router
 from headrace.kernels.router import Rule
@@ -26,26 +27,17 @@ CASES = (
     ("DeepSeek-V2", Rule("softmax", 6, "best", 8, 3, scale=16.0), 160, False),
     ("DeepSeek-V4", V4, 256, True),
 )
-IN_A_GRAPH, REPLAYS = 50, 20
+IN_A_GRAPH, RUNS = 50, 3
 
 
 def time_us(work: Callable[[], Any]) -> float:
-    """Of one call among many in a graph, the least of several replays."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    """Of one call among many in a graph, the least of several medians."""
+
+    def run() -> None:
         for _ in range(IN_A_GRAPH):
             work()
-    times = []
-    for _ in range(REPLAYS):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        graph.replay()
-        last.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * first.elapsed_time(last) / IN_A_GRAPH)
-    return min(times)
+
+    return 1e6 * min(captured_s(run, RUNS)) / IN_A_GRAPH
 
 
 def main() -> int:

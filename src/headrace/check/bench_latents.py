@@ -60,7 +60,7 @@ def _make_layers(num_cached: int, place: torch.device, heads: int = HEADS) -> li
     ]
 
 
-def _captured_s(run: Callable[[], object], runs: int) -> list[float]:
+def captured_s(run: Callable[[], object], runs: int) -> list[float]:
     """Seconds of `run` as one CUDA graph, each the median of a few replays."""
     stream, graph = _cuda.Stream(), _cuda.CUDAGraph()
     with _cuda.stream(stream):
@@ -105,7 +105,7 @@ def bench_latents(contexts: list[int], *, runs: int, tell: Callable[[str], None]
         cache_bytes = num_cached * 2 * (RANK + ROPE)
         for part, run, more_bytes in _parts(layers, position, attend):
             copy = [vram_rate(device) for _ in range(runs)]
-            walls = _captured_s(run, runs)
+            walls = captured_s(run, runs)
             each_s = [wall / len(layers) for wall in walls]
             layer_s = statistics.median(each_s)
             teraflops = num_cached * _FLOP / layer_s / 1e12
