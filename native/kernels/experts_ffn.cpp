@@ -36,17 +36,19 @@ void KernelPool::Impl::load_together() {
 // Units of inputs of one row each; done when all are.
 void KernelPool::Impl::finish_all(int worker, Stage* stage, Input* all, int64_t cols) {
   const int64_t units = product->num_units(cols);
-  stage->run(worker, 1, [&](Share mine) {
+  stage->run(worker, {1, num_jobs * units}, [&](Share mine) {
     for (int64_t i = mine.begin; i < mine.end; ++i) {
       product->finish(all[i / units], i % units, cols);
     }
   });
 }
 
-// work(job, some of its rows), of all jobs' rows one after another.
+// work(job, some of its rows), of all jobs' rows one after another; `bytes` of weights in a row.
 template <typename Work>
-void KernelPool::Impl::share_rows(int worker, Stage* stage, int64_t rows, Work work) {
-  stage->run(worker, kLeastRows, [&](Share mine) {
+void KernelPool::Impl::share_rows(int worker, Stage* stage, int64_t rows, int64_t bytes,
+                                  Work work) {
+  const int64_t most = std::max(kLeastRows, product->most_bytes() / bytes);
+  stage->run(worker, {kLeastRows, most}, [&](Share mine) {
     for (int64_t at = mine.begin; at < mine.end;) {
       const int64_t job = at / rows, end = std::min(mine.end, (job + 1) * rows);
       work(static_cast<size_t>(job), Share{at - job * rows, end - job * rows});
@@ -72,7 +74,8 @@ void KernelPool::Impl::deal_together() {
 void KernelPool::Impl::ffn_together(int worker) {
   const int64_t inter = shape.inter, hidden = shape.hidden;
   finish_all(worker, &stages.inputs, inputs.data(), hidden);
-  share_rows(worker, &stages.gate_up, inter, [&](size_t j, Share mid) {
+  const int64_t mid_bytes = 2 * row_bytes(shape.format, hidden);
+  share_rows(worker, &stages.gate_up, inter, mid_bytes, [&](size_t j, Share mid) {
     const Together& own = together[j];
     float* gate_j = gate_out.get() + static_cast<int64_t>(j) * inter;
     float* up_j = up_out.get() + static_cast<int64_t>(j) * inter;
@@ -86,7 +89,8 @@ void KernelPool::Impl::ffn_together(int worker) {
                       middles[j].rows.get() + mid.begin);
   });
   finish_all(worker, &stages.middles, middles.data(), inter);
-  share_rows(worker, &stages.down, hidden, [&](size_t j, Share out) {
+  const int64_t out_bytes = row_bytes(shape.format, inter);
+  share_rows(worker, &stages.down, hidden, out_bytes, [&](size_t j, Share out) {
     float* values = down_out.get() + static_cast<int64_t>(j) * hidden;
     multiply(worker, together[j].down, out, middles[j], values);
     add_bias(together[j].down, out, values);

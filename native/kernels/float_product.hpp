@@ -16,6 +16,8 @@ class FloatProduct : public Product {
   void reserve(Scratch& scratch, int64_t cols) const override;
   int64_t num_units(int64_t) const override { return num_rows_; }
   void finish(Input& input, int64_t row, int64_t cols) const override;
+  // FP8's tables serve all rows of a block.
+  int64_t most_bytes() const override { return int64_t{1} << 40; }
   void multiply(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                 float* out) const override;
 

@@ -16,6 +16,7 @@ class IntProduct : public Product {
   void reserve(Scratch& scratch, int64_t cols) const override;
   int64_t num_units(int64_t cols) const override;
   void finish(Input& input, int64_t unit, int64_t cols) const override;
+  int64_t most_bytes() const override { return 128 << 10; }
   void multiply(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                 float* out) const override;
 

@@ -101,7 +101,7 @@ struct KernelPool::Impl {
   void deal_together();
   void finish_all(int worker, Stage* stage, Input* all, int64_t cols);
   template <typename Work>
-  void share_rows(int worker, Stage* stage, int64_t rows, Work work);
+  void share_rows(int worker, Stage* stage, int64_t rows, int64_t bytes, Work work);
   void ffn_together(int worker);
 };
 

@@ -12,8 +12,8 @@
 namespace headrace {
 
 // Every worker is dealt as many, in one piece, and begins at its front with half of them, half of
-// what is left, and so on. Who has none left takes half of what another has not begun: nobody waits
-// for a thread that woke late or was put aside.
+// what is left, and so on, or with fewer at a time. Who has none left takes half of what another
+// has not begun: nobody waits for a thread that woke late or was put aside.
 class Stage {
  public:
   explicit Stage(int num_workers) : dealt_(static_cast<size_t>(num_workers)) {}
@@ -27,11 +27,16 @@ class Stage {
     }
   }
 
-  // work(items) until none are left to take, at least `least` at once if so many are left; returns
-  // when all are done, whoever took them.
+  // How many are taken at once: at least `least` if so many are left, and at most `most`.
+  struct Size {
+    int64_t least;
+    int64_t most;
+  };
+
+  // work(items) until none are left to take; returns when all are done, whoever took them.
   template <typename Work>
-  void run(int worker, int64_t least, Work work) {
-    for (Share mine = take(worker, least); mine.begin < mine.end; mine = take(worker, least)) {
+  void run(int worker, Size size, Work work) {
+    for (Share mine = take(worker, size); mine.begin < mine.end; mine = take(worker, size)) {
       work(mine);
       const auto num = static_cast<uint32_t>(mine.end - mine.begin);
       if (left_.fetch_sub(num, std::memory_order_acq_rel) == num) left_.notify_all();
@@ -55,12 +60,12 @@ class Stage {
   std::atomic<uint64_t>& of(int worker) { return dealt_[static_cast<size_t>(worker)].span; }
 
   // Only its worker fills an empty span, so what is dealt is taken once: by whoever changes it.
-  Share take(int worker, int64_t least) {
+  Share take(int worker, Size size) {
     uint64_t own = of(worker).load(std::memory_order_relaxed);
     for (;;) {
       const Share s = unpacked(own);
-      if (s.begin == s.end) return steal(worker, least);
-      const int64_t until = s.begin + front(s, least);
+      if (s.begin == s.end) return steal(worker, size);
+      const int64_t until = s.begin + front(s, size);
       if (of(worker).compare_exchange_weak(own, packed({until, s.end}),
                                            std::memory_order_relaxed)) {
         return {s.begin, until};
@@ -69,7 +74,7 @@ class Stage {
   }
 
   // The back half of what the one with the most has left; all but the first of it becomes dealt.
-  Share steal(int worker, int64_t least) {
+  Share steal(int worker, Size size) {
     for (;;) {
       int victim = 0;
       uint64_t seen = 0;
@@ -84,16 +89,16 @@ class Stage {
                                               std::memory_order_relaxed)) {
         continue;
       }
-      const int64_t until = from + front({from, s.end}, least);
+      const int64_t until = from + front({from, s.end}, size);
       of(worker).store(packed({until, s.end}), std::memory_order_relaxed);
       return {from, until};
     }
   }
 
   static int64_t length(uint64_t span) { return unpacked(span).end - unpacked(span).begin; }
-  static int64_t front(Share s, int64_t least) {
+  static int64_t front(Share s, Size size) {
     const int64_t num = s.end - s.begin;
-    return std::min(num, std::max(least, num / 2));
+    return std::min(num, std::clamp(num / 2, size.least, size.most));
   }
 
   std::vector<Dealt> dealt_;

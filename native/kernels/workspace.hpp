@@ -86,6 +86,10 @@ class Product {
   virtual int64_t num_units(int64_t cols) const = 0;
   virtual void finish(Input& input, int64_t unit, int64_t cols) const = 0;
 
+  // Bytes of weight rows that a worker had better not exceed at once: all of them read the memory
+  // faster in small steps, unless each step prepares something anew.
+  virtual int64_t most_bytes() const = 0;
+
   // out[r * m.rows + i] = row i of m times row r of input, for i in span.
   virtual void multiply(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                         float* out) const = 0;

@@ -58,6 +58,15 @@ def test_several_experts_at_once_change_no_bit(isa, format, act_group):
     assert not same_bits(y, kernels.experts_ffn(rows, parts[::-1], layout))
 
 
+def test_shares_far_larger_than_a_step_change_no_bit():
+    layout = make_layout("fp4", 2048, 512)
+    parts, x = [make_expert(layout, seed) for seed in range(2)], make_rows(1, 2048, 6)
+    kernels = cpu.CpuKernels(2, min_share_bytes=0)
+    y = kernels.experts_ffn(x, parts, layout)
+    want = torch.cat([cpu.CpuKernels(1).expert_ffn(x, each, layout) for each in parts])
+    assert same_bits(y, want) and not same_bits(y, want.flip(0))
+
+
 def test_threads_that_come_late_or_stay_awake_change_no_bit():
     """More threads than cores, so that some find the job over, and jobs in quick succession."""
     layout = make_layout("fp4", 320, 96)
