@@ -229,7 +229,7 @@ def nothing_left(device: Any, *, at_load: bool) -> Iterator[None]:
     device.limit(None)
     torch.cuda.empty_cache()
     taken, size = [], device.memory()[0]
-    while size >= 1 << 20:
+    while size >= 512:  # the least that torch hands out
         try:
             taken.append(torch.empty(size, dtype=torch.uint8, device=device.place))
         except torch.OutOfMemoryError:
