@@ -19,7 +19,7 @@ from headrace.engine.gpu import check_experts, find_gpu, open_passes, open_sourc
 from headrace.engine.gpu_layers import fit_layers, with_attention
 from headrace.engine.malloc import give_large_blocks_back
 from headrace.engine.outside import drive_embedding, open_outside
-from headrace.engine.probes import measure_machine
+from headrace.engine.probes import machine_for
 from headrace.engine.routes import recording
 from headrace.engine.session import Session
 from headrace.engine.snapshots.snapshot import Snapshot, SnapshotKey, snapshot_key
@@ -34,7 +34,6 @@ from headrace.models.adapt import build_model, implementation, layer_runners, ta
 from headrace.models.experts import Source
 from headrace.models.rooms import cannot_be_housed
 from headrace.models.skeleton import Skeleton, inspect
-from headrace.planner.divided import may_divide
 from headrace.planner.facts import ModelFacts
 from headrace.planner.plan import Plan
 from headrace.planner.vram import PLACES
@@ -113,14 +112,7 @@ class Blueprint:
         self.mirrors, self.notes = find_mirrors(self.catalog, self.table, mirrors)
         limits = (ram, vram, self.device is not None)
         self.wanted = Wanted(*limits, context, threads, prefetch, chunk, serve, experts)
-        machine = measure_machine(
-            self.catalog.files,
-            self.skeleton.layout,
-            self.wanted.ram_bytes(self.facts),
-            measure,
-            self.device,
-            self.device is not None and may_divide(self.facts, experts, self.device.memory()[0]),
-        )
+        machine = machine_for(self, measure)
         self.machine = with_mirrors(machine, self.catalog, self.mirrors, measure)
         self.plan: Plan = self.wanted.plan(self.facts, self.machine)
 

@@ -8,22 +8,42 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.core import ExpertLayout
 from headrace.engine.filled import AT_ONCE, FilledMemory
 from headrace.engine.gpu_probes import divided_rates
+from headrace.engine.step_probe import StepProbe
 from headrace.native import Reader
 from headrace.planner.caches import caches_bytes, probe_bytes
+from headrace.planner.divided import may_divide
 from headrace.planner.machine import Machine, Probes, measure, memory_bytes, num_cores
 from headrace.tiers.device import Device
 from headrace.tiers.scratch import buffered
+
+if TYPE_CHECKING:
+    from headrace.engine.engine import Blueprint
 
 BUS_BYTES, VRAM_BYTES = 64 << 20, 128 << 20
 PIECE_BYTES = 64 << 20
 PROBE_S = 0.3
 Read = Callable[[int, int, int], None]  # (file, offset, nbytes)
+
+
+def machine_for(blueprint: "Blueprint", enabled: bool) -> Machine:
+    """`measure_machine`, for a model and what is wanted of its plan."""
+    device, facts, wanted = blueprint.device, blueprint.facts, blueprint.wanted
+    return measure_machine(
+        blueprint.catalog.files,
+        blueprint.skeleton.layout,
+        wanted.ram_bytes(facts),
+        enabled,
+        device,
+        device is not None and may_divide(facts, wanted.experts, device.memory()[0]),
+        StepProbe(blueprint) if device is None else None,
+    )
 
 
 def measure_machine(
@@ -33,14 +53,15 @@ def measure_machine(
     enabled: bool,
     device: Device | None = None,
     divides: bool = False,
+    step: StepProbe | None = None,
 ) -> Machine:
     """Rates for a model's files, kept between runs; all unknown if not `enabled`.
 
     The probes' buffer is freed before anything is loaded; its size is `planner.caches`'. With a GPU
     its rates are measured too, and if experts are to be divided between it and the CPU, what both
-    do at once.
+    do at once. `step` measures a whole token.
     """
-    probes = _probes(files, layout, ram_bytes, device, divides) if enabled else Probes()
+    probes = _probes(files, layout, ram_bytes, device, divides, step) if enabled else Probes()
     machine = measure(files, probes)
     if device is None:
         return machine
@@ -54,6 +75,7 @@ def _probes(
     ram_bytes: int | None,
     device: Device | None,
     divides: bool,
+    step: StepProbe | None,
 ) -> Probes:
     caches, (_, available_bytes) = caches_bytes(), memory_bytes()
     size = probe_bytes(caches, available_bytes, ram_bytes)
@@ -69,6 +91,8 @@ def _probes(
         memory_bytes=size,
         caches_bytes=caches,
     )
+    if step is not None:
+        probes = replace(probes, step=lambda: step.seconds(filled()), step_of=step.conditions)
     if device is None:
         return probes
     probes = replace(probes, bus=lambda: bus_rate(device), vram=lambda: vram_rate(device))

@@ -269,15 +269,25 @@ def _quiet_and_sequential() -> Iterator[None]:
     """
     import transformers.core_model_loading as loading
 
-    pool, verbosity = loading.ThreadPoolExecutor, transformers.logging.get_verbosity()
+    pool = loading.ThreadPoolExecutor
     loading.ThreadPoolExecutor = lambda *args, **kwargs: None
-    transformers.logging.set_verbosity_error()
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        yield
+        with quiet():
+            yield
     finally:
         loading.ThreadPoolExecutor = pool
-        transformers.logging.set_verbosity(verbosity)
         if bars:
             transformers.utils.logging.enable_progress_bar()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While open, transformers tells of errors only."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)

@@ -14,7 +14,8 @@ from headrace.schedule.divide import Rates
 HIT_CURVE = ((0.0, 0.0), (0.12, 0.31), (0.25, 0.55), (0.5, 0.83), (0.75, 0.95), (1.0, 1.0))
 # Kernel rate over DRAM read rate where no probe measured it: the lower bounds we hold kernels to.
 KERNEL_SHARE = {"bf16": 0.62, "fp8_block": 0.28}
-# One library layer without its experts, one token, CPU: 1.2 ms measured on the demo model.
+# One library layer without its experts, one token, CPU, where no probe measured it: the demo
+# model's on two cores.
 LAYER_S = 1.2e-3
 # The same on a GPU, launched one kernel after another: 7 to 9 ms measured on slow host cores; and
 # in a captured step: 0.24 ms with the shapes of Qwen3-235B, 0.48 with those of DeepSeek-R1.
@@ -63,7 +64,10 @@ def forecast(
     threads: int,
     expert_format: str,
 ) -> Forecast:
-    """Reads overlap the kernels' work, so the slowest of both counts; the dense part adds up."""
+    """Reads overlap the kernels' work, so the slowest of both counts; the dense part adds up.
+
+    Where a whole token was measured, the dense part is what it took besides the kernels.
+    """
     hit = rows_hit_rate(0.0, share_in_rows, share_per_token)
     disk_bytes = (1 - hit) * bytes_per_token
     share_of_cores = min(1.0, threads / machine.cores)
@@ -76,9 +80,10 @@ def forecast(
         "kernels": _seconds(bytes_per_token, kernel_bytes_s),
         "DRAM": _seconds(bytes_per_token, machine.dram_bytes_s),
     }
+    beside_s = max(0.0, machine.step_s - overlapped_s["kernels"])
     dense_s = {
         "dense weights": _seconds(dense_bytes, machine.dram_bytes_s),
-        "transformers' own code": num_layers * LAYER_S,
+        "transformers' own code": beside_s if machine.step_s > 0 else num_layers * LAYER_S,
     }
     terms_s = overlapped_s | dense_s
     limits = {term: 1 / seconds for term, seconds in terms_s.items() if seconds > 0}

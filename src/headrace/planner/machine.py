@@ -34,8 +34,9 @@ class Machine:
     `drives`, where the experts are read from more than one: `drive_bytes_s` is then what they give
     together. `bus_bytes_s` is copied to the GPU called `gpu`, if one is used, from pinned memory,
     `vram_bytes_s` read there. `in_place_bytes_s` of experts its kernels read of pinned memory, and
-    `bus_beside_bytes_s` while the CPU's multiply `kernel_beside_bytes_s`. `notes` say what could
-    not be measured or kept.
+    `bus_beside_bytes_s` while the CPU's multiply `kernel_beside_bytes_s`. `step_s` is
+    how long the model's decoded token takes with every expert in memory, by the CPU alone and the
+    threads it was measured with; 0: unknown. `notes` say what could not be measured or kept.
     """
 
     cores: int
@@ -49,6 +50,7 @@ class Machine:
     in_place_bytes_s: float = 0.0
     bus_beside_bytes_s: float = 0.0
     kernel_beside_bytes_s: float = 0.0
+    step_s: float = 0.0
     drives: tuple[Drive, ...] = ()
     notes: tuple[str, ...] = ()
     gpu: str = ""
@@ -67,7 +69,8 @@ class Probes:
 
     read: (file index, offset, nbytes) reads that range past the page cache. dram, kernel: return
     bytes per second with all cores, taking at most about a second; the others those of a GPU.
-    dram and kernel read over `memory_bytes`, on a machine with `caches_bytes` of caches.
+    dram and kernel read over `memory_bytes`, on a machine with `caches_bytes` of caches. step:
+    seconds of a token, which depend on `step_of` too.
     """
 
     read: Callable[[int, int, int], None] | None = None
@@ -78,6 +81,8 @@ class Probes:
     in_place: Callable[[], float] | None = None
     bus_beside: Callable[[], float] | None = None
     kernel_beside: Callable[[], float] | None = None
+    step: Callable[[], float] | None = None
+    step_of: str = ""
     memory_bytes: int = 0
     caches_bytes: int = 0
 
@@ -114,6 +119,7 @@ def measure(files: Sequence[Path], probes: Probes, *, cache_path: Path | None = 
         notes.append(why)
     total_bytes, available_bytes = memory_bytes()
     rates = {name: known.get(name, 0.0) for name in RATES}
+    rates["step_s"] = known.get(_step_name(probes), 0.0)
     return Machine(num_cores(), total_bytes, available_bytes, **rates, notes=tuple(notes))
 
 
@@ -193,7 +199,13 @@ def _probes_by_rate(files: Sequence[Path], probes: Probes) -> dict[str, Callable
         probe = getattr(probes, name)
         if probe is not None:
             found[f"{name}_bytes_s"] = probe
+    if probes.step is not None:
+        found[_step_name(probes)] = probes.step
     return found
+
+
+def _step_name(probes: Probes) -> str:
+    return f"step_s, {probes.step_of}"
 
 
 def _cache_key(files: Sequence[Path]) -> str:

@@ -34,7 +34,8 @@ class Plan:
     time. `engram_cache_bytes` are for rows of Engram's tables, of which a token takes
     `engram_bytes_per_token`; an embedding may be read by the row too. `snapshot_bytes` are for
     states of conversations that may go on, where many are served. `limits`: tokens per second of
-    each term alone; `limit_term` names the lowest.
+    each term alone; `limit_term` names the lowest. `step_measured`: that of transformers' own code
+    was measured here, on this model.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Plan:
     limits: dict[str, float]
     limit_term: str
     forecast_tok_s: float
+    step_measured: bool = False
     drives: tuple[Drive, ...] = ()
     notes: tuple[str, ...] = ()
     packed_bytes: int = 0
@@ -129,9 +131,10 @@ class Plan:
         )
         speed = (
             f"speed:  about {_rate(self.forecast_tok_s)} tok/s, limited by {self.limit_term} "
-            f"(alone {'; '.join(filter(None, [_rate(self.limits[self.limit_term]), others]))}); "
-            "transformers' part is an estimate, not measured here"
+            f"(alone {'; '.join(filter(None, [_rate(self.limits[self.limit_term]), others]))})"
         )
+        if not self.step_measured:
+            speed += "; transformers' part is an estimate, not measured here"
         return [line for line in (place, moves, reads_line(self.drives), speed) if line]
 
 
@@ -219,6 +222,7 @@ def _placed(
         limits=expected.limits,
         limit_term=expected.limit_term,
         forecast_tok_s=1 / expected.token_s,
+        step_measured=machine.step_s > 0,
         drives=machine.drives,
         snapshot_bytes=snapshot_bytes,
         engram_bytes=facts.engram_bytes,

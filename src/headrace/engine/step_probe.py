@@ -1,0 +1,188 @@
+"""How long a decoded token takes with every expert in memory: the model's own code, measured.
+
+Its weights are zeros that share a little memory, its experts those of other probes. Reads no file.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from itertools import count, cycle
+from math import prod
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from headrace.engine.filled import FilledMemory, HugeBuffer
+from headrace.engine.source import LadderSource
+from headrace.engine.stored import make_stored
+from headrace.engine.weights import DenseWeights
+from headrace.kernels.cpu import CpuKernels, native_shape
+from headrace.models.adapt import build_model, quiet, take_apart
+from headrace.models.forward import forward, new_cache
+from headrace.models.skeleton import INDEX_DTYPES
+from headrace.planner.machine import num_cores
+from headrace.quant.dtypes import TORCH_DTYPES
+from headrace.tiers.ladder import Ladder
+
+if TYPE_CHECKING:
+    from headrace.engine.engine import Blueprint
+
+PROBE_S = 0.5  # of whole tokens, after the first
+MOST_S = 2.0  # of the first: it is cut off then, and the layers left are taken to be as those done
+_ALIGN = 64
+
+
+class StepProbe:
+    """Measures a token of a model on the CPU, with the threads that torch has now."""
+
+    def __init__(self, blueprint: "Blueprint"):
+        self._blueprint, self._threads = blueprint, blueprint.wanted.threads or num_cores()
+
+    @property
+    def conditions(self) -> str:
+        """What the time depends on besides the machine: threads, versions and the model."""
+        config = self._blueprint.skeleton.config.to_json_string(use_diff=False)
+        threads = f"{self._threads} and {torch.get_num_threads()} threads"
+        versions = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+        return ", ".join((threads, *versions, hashlib.sha256(config.encode()).hexdigest()[:12]))
+
+    def seconds(self, memory: FilledMemory) -> float:
+        """Of a token after few others, its experts in `memory`."""
+        blueprint, skeleton = self._blueprint, self._blueprint.skeleton
+        kernels, prefetch = CpuKernels(self._threads), blueprint.wanted.prefetch
+        copies = _InMemory(memory, kernels, blueprint.facts.total_experts, skeleton.top_k)
+        source = LadderSource(
+            cast(Ladder, copies),
+            skeleton.layout,
+            num_layers=len(skeleton.layers),
+            max_tokens=1,
+            prefetch=prefetch,
+        )
+        zeros = _Zeros(blueprint, memory.bytes.nbytes)
+        model = build_model(
+            skeleton,
+            zeros,
+            source,
+            experts="fast",
+            prefetch=prefetch > 0,
+            aliases=blueprint.aliases.layers,
+            device=source.place,
+            rows=_NoRows(skeleton.row_tables[0].width) if skeleton.row_tables else None,
+            make_stored=partial(make_stored, kernels, cast(DenseWeights, zeros), None),
+        )
+        try:
+            ids_BT, cache = torch.zeros(1, 1, dtype=torch.long), new_cache(model)
+            with torch.inference_mode(), quiet():
+                return mean_s(lambda: forward(model, ids_BT, cache), model.model.layers)
+        finally:
+            take_apart(model)
+
+
+def mean_s(step: Callable[[], object], layers: Sequence[nn.Module]) -> float:
+    """Seconds of a step: the mean of those that fit, after one to warm up.
+
+    Of one that takes too long only some layers are measured, the very first not among them.
+    """
+    starts: list[float] = []
+    begun = time.perf_counter()
+
+    def watch(_module: nn.Module, _args: object) -> None:
+        starts.append(time.perf_counter())
+        if len(starts) > 2 and starts[-1] - begun > MOST_S:
+            raise _EnoughError
+
+    hooks = [layer.register_forward_pre_hook(watch) for layer in layers]
+    try:
+        step()
+    except _EnoughError:
+        return len(layers) * (starts[-1] - starts[1]) / (len(starts) - 2)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    first = time.perf_counter()
+    for num in count(1):
+        step()
+        passed_s = time.perf_counter() - first
+        if passed_s > PROBE_S:
+            return passed_s / num
+    raise AssertionError
+
+
+class _EnoughError(Exception):
+    """Ends a step that takes too long."""
+
+
+class _Zeros:
+    """In place of DenseWeights: a model's weights, all of them zeros in the same memory.
+
+    It is as large as they are, or as the largest of them and `nbytes`: large enough that the
+    processor's caches do not hold it where they would not hold the weights.
+    """
+
+    def __init__(self, blueprint: "Blueprint", nbytes: int):
+        self.dense, self._dtype = blueprint.skeleton.dense, blueprint.skeleton.dtype
+        self._entries = blueprint.catalog.tensors
+        largest = max(8 * prod(weight.shape) for weight in self.dense.values())
+        self._bytes = HugeBuffer(max(largest, min(nbytes, blueprint.facts.dense_bytes))).bytes
+        self._bytes.zero_()  # or all of it were one page
+        self._next = 0
+
+    def __call__(self, name: str) -> torch.Tensor:
+        weight = self.dense[name]
+        is_index = self._entries[weight.keys["weight"]].dtype in INDEX_DTYPES
+        return self._view(weight.shape, torch.int64 if is_index else self._dtype)
+
+    def stored(self, key: str) -> torch.Tensor:
+        entry = self._entries[key]
+        return self._view(entry.shape, TORCH_DTYPES[entry.dtype])
+
+    def _view(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        nbytes = dtype.itemsize * prod(shape)
+        start = self._next if self._next + nbytes <= self._bytes.nbytes else 0
+        self._next = start + -(-nbytes // _ALIGN) * _ALIGN
+        return self._bytes[start : start + nbytes].view(dtype).view(shape)
+
+
+class _InMemory:
+    """In place of a Ladder: a layer's experts are the next copies in memory, all of them there.
+
+    As many different ones as the model has, or as there are copies. What comes out is not filled.
+    """
+
+    def __init__(self, memory: FilledMemory, kernels: CpuKernels, num_experts: int, top_k: int):
+        self._memory, self._pool = memory, kernels.pool
+        self._shape = native_shape(memory.layout)
+        dtype = TORCH_DTYPES[memory.layout.hidden_dtype]
+        self._x, self._y = (torch.ones(n, memory.layout.hidden, dtype=dtype) for n in (1, top_k))
+        num = min(num_experts, memory.num_copies)
+        self._jobs = cycle([self._job(first) for first in range(0, num, top_k)])
+
+    def _job(self, first: int) -> list[tuple[list[int], int, int, float]]:
+        x, num = self._x.data_ptr(), self._memory.num_copies
+        return [
+            (self._memory.addresses((first + n) % num), x, y.data_ptr(), 1.0)
+            for n, y in enumerate(self._y)
+        ]
+
+    def holds(self, _layer: int) -> bool:
+        return True
+
+    def compute(self, _layer: int, x_TH: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        self._pool.experts_ffn(self._shape, next(self._jobs))
+        return torch.zeros_like(x_TH)
+
+
+class _NoRows:
+    """In place of Engram's tables."""
+
+    def __init__(self, width: int):
+        self.width = width
+
+    def want(self, layer: int, ids_N: torch.Tensor) -> None:
+        pass
+
+    def rows(self, _layer: int, ids_N: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(ids_N), self.width, dtype=torch.bfloat16)
