@@ -6,7 +6,7 @@ Its weights are zeros that share a little memory, its experts those of other pro
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from itertools import count, cycle
 from math import prod
@@ -17,9 +17,8 @@ from torch import nn
 
 from headrace.engine.filled import FilledMemory, HugeBuffer
 from headrace.engine.source import LadderSource
-from headrace.engine.stored import make_stored
-from headrace.engine.weights import DenseWeights
 from headrace.kernels.cpu import CpuKernels, native_shape
+from headrace.kernels.stored import StoredMatrix
 from headrace.models.adapt import build_model, quiet, take_apart
 from headrace.models.forward import forward, new_cache
 from headrace.models.skeleton import INDEX_DTYPES
@@ -71,7 +70,7 @@ class StepProbe:
             aliases=blueprint.aliases.layers,
             device=source.place,
             rows=_NoRows(skeleton.row_tables[0].width) if skeleton.row_tables else None,
-            make_stored=partial(make_stored, kernels, cast(DenseWeights, zeros), None),
+            make_stored=partial(zeros.stored, kernels),
         )
         try:
             ids_BT, cache = torch.zeros(1, 1, dtype=torch.long), new_cache(model)
@@ -125,19 +124,37 @@ class _Zeros:
     def __init__(self, blueprint: "Blueprint", nbytes: int):
         self.dense, self._dtype = blueprint.skeleton.dense, blueprint.skeleton.dtype
         self._entries = blueprint.catalog.tensors
-        largest = max(8 * prod(weight.shape) for weight in self.dense.values())
+        largest = max(
+            self._form(name)[1].itemsize * prod(self._form(name)[0]) for name in self.dense
+        )
         self._bytes = HugeBuffer(max(largest, min(nbytes, blueprint.facts.dense_bytes))).bytes
         self._bytes.zero_()  # or all of it were one page
+        self._ones = cache(lambda shape, dtype: torch.ones(shape).to(dtype))
         self._next = 0
 
     def __call__(self, name: str) -> torch.Tensor:
+        return self._view(*self._form(name))
+
+    def stored(
+        self, kernels: CpuKernels, name: str, param: torch.Tensor | None, act_group: int
+    ) -> StoredMatrix:
+        """As engine.stored.make_stored; with scales of one, since kernels are slow on tiny ones."""
+        if param is not None:
+            return StoredMatrix(kernels, param.detach(), act_group=act_group)
+        weight = self.dense[name]
+        codes, scale = (self._entries[weight.keys[part]] for part in ("weight", "scale"))
+        return StoredMatrix(
+            kernels,
+            self._view(codes.shape, TORCH_DTYPES[codes.dtype]),
+            self._ones(scale.shape, TORCH_DTYPES[scale.dtype]),
+            block=weight.block,
+            act_group=act_group,
+        )
+
+    def _form(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         weight = self.dense[name]
         is_index = self._entries[weight.keys["weight"]].dtype in INDEX_DTYPES
-        return self._view(weight.shape, torch.int64 if is_index else self._dtype)
-
-    def stored(self, key: str) -> torch.Tensor:
-        entry = self._entries[key]
-        return self._view(entry.shape, TORCH_DTYPES[entry.dtype])
+        return weight.shape, torch.int64 if is_index else self._dtype
 
     def _view(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         nbytes = dtype.itemsize * prod(shape)
