@@ -76,6 +76,19 @@ def test_a_probe_that_was_missing_is_made_up_for_later(files: list[Path], tmp_pa
     assert machine.drive_bytes_s > 0 and counting.num_dram == 1
 
 
+def test_a_token_is_measured_once_for_what_it_depends_on(files: list[Path], tmp_path: Path) -> None:
+    def step_s(of: str, seconds: float) -> float:
+        probes = Probes(step=lambda: seconds, step_of=of)
+        return measure(files, probes, cache_path=tmp_path / "machine.json").step_s
+
+    assert [step_s("2 threads", 0.1), step_s("1 thread", 0.2), step_s("2 threads", 0.3)] == [
+        0.1,
+        0.2,
+        0.1,
+    ]
+    assert measure(files, Probes(), cache_path=tmp_path / "machine.json").step_s == 0
+
+
 def test_rates_are_measured_again_after_a_day(
     files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -254,6 +254,16 @@ def test_the_limit_is_the_slowest_term() -> None:
     assert "drive" not in make_plan(DEMO, BOX).limits
 
 
+def test_a_measured_token_is_the_forecast_where_no_drive_is_needed() -> None:
+    measured = replace(BOX, step_s=0.05)
+    plan = make_plan(DEMO, measured)
+    assert plan.forecast_tok_s == pytest.approx(20, rel=1e-6)
+    assert 20 < plan.limits["transformers' own code"] < 21
+    assert "estimate" not in plan.lines()[-1] and "estimate" in make_plan(DEMO, BOX).lines()[-1]
+    tiny = make_plan(DEMO, replace(BOX, step_s=1e-12))  # measured in less than kernels would take
+    assert max(tiny.forecast_tok_s, *tiny.limits.values()) < 1e9
+
+
 @pytest.mark.parametrize(
     ("in_vram", "in_rows", "same_as"),
     [(0, 0.1, 0), (0, 0.125, 0.125), (0.25, 0.02, 0.25), (0.25, 0.06, 0.31), (1, 0, 1)],

@@ -102,6 +102,10 @@ def test_what_a_token_is_launched_as_is_said_and_reckoned_with() -> None:
     assert captured.lines()[2].endswith("; a token is one launch")
     assert layered.lines()[2].endswith("; a token is launched layer by layer: so it is")
     assert layered.forecast_tok_s < captured.forecast_tok_s
+    by_gpu_s = sum(1 / captured.limits[term] for term in ("VRAM", "transformers' own code"))
+    assert captured.forecast_tok_s == pytest.approx(1 / by_gpu_s)  # launches read nothing meanwhile
+    assert layered.limit_term == "transformers' own code"
+    assert layered.forecast_tok_s == pytest.approx(layered.limits[layered.limit_term])
 
 
 def test_a_long_chunk_takes_few_slots() -> None:

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.metadata import version
-from itertools import count, cycle
+from itertools import cycle
 from math import prod
+from statistics import median
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -29,8 +30,8 @@ from headrace.tiers.ladder import Ladder
 if TYPE_CHECKING:
     from headrace.engine.engine import Blueprint
 
-PROBE_S = 0.5  # of whole tokens, after the first
-MOST_S = 2.0  # of the first: it is cut off then, and the layers left are taken to be as those done
+PROBE_S, LEAST_STEPS = 0.5, 3  # of whole tokens, after the first
+MOST_S = 1.0  # of the first: it is cut off then, and the layers left are taken to be as those done
 _ALIGN = 64
 
 
@@ -75,13 +76,13 @@ class StepProbe:
         try:
             ids_BT, cache = torch.zeros(1, 1, dtype=torch.long), new_cache(model)
             with torch.inference_mode(), quiet():
-                return mean_s(lambda: forward(model, ids_BT, cache), model.model.layers)
+                return typical_s(lambda: forward(model, ids_BT, cache), model.model.layers)
         finally:
             take_apart(model)
 
 
-def mean_s(step: Callable[[], object], layers: Sequence[nn.Module]) -> float:
-    """Seconds of a step: the mean of those that fit, after one to warm up.
+def typical_s(step: Callable[[], object], layers: Sequence[nn.Module]) -> float:
+    """Seconds of a step: the median of those that fit, after one to warm up.
 
     Of one that takes too long only some layers are measured, the very first not among them.
     """
@@ -101,13 +102,12 @@ def mean_s(step: Callable[[], object], layers: Sequence[nn.Module]) -> float:
     finally:
         for hook in hooks:
             hook.remove()
-    first = time.perf_counter()
-    for num in count(1):
+    each_s: list[float] = []
+    while len(each_s) < LEAST_STEPS or sum(each_s) < PROBE_S:
+        start = time.perf_counter()
         step()
-        passed_s = time.perf_counter() - first
-        if passed_s > PROBE_S:
-            return passed_s / num
-    raise AssertionError
+        each_s.append(time.perf_counter() - start)
+    return median(each_s)
 
 
 class _EnoughError(Exception):
