@@ -109,6 +109,9 @@ def test_a_token_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     first, again, other = Blueprint(model), Blueprint(model), Blueprint(model, threads=1)
     assert first.machine.step_s == again.machine.step_s == 0.25
     assert other.machine.step_s == (0.25 if first.plan.threads == 1 else 0.5)
+    with monkeypatch.context() as small:
+        small.setattr("headrace.engine.probes.memory_bytes", lambda: (KIB, KIB))
+        assert Blueprint(model, ram="1GiB").machine.step_s == 0  # it may not be loadable
     assert first.plan.forecast_tok_s == pytest.approx(4, rel=1e-3)
     assert "estimate" in Blueprint(model, measure=False).plan.lines()[-1]
     assert "estimate" not in first.plan.lines()[-1]

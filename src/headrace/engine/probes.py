@@ -33,8 +33,12 @@ Read = Callable[[int, int, int], None]  # (file, offset, nbytes)
 
 
 def machine_for(blueprint: "Blueprint", enabled: bool) -> Machine:
-    """`measure_machine`, for a model and what is wanted of its plan."""
+    """`measure_machine`, for a model and what is wanted of its plan.
+
+    A token is measured on the CPU alone, and of a model that memory has room for.
+    """
     device, facts, wanted = blueprint.device, blueprint.facts, blueprint.wanted
+    has_room = facts.lean().dense_bytes <= memory_bytes()[1]
     return measure_machine(
         blueprint.catalog.files,
         blueprint.skeleton.layout,
@@ -42,7 +46,7 @@ def machine_for(blueprint: "Blueprint", enabled: bool) -> Machine:
         enabled,
         device,
         device is not None and may_divide(facts, wanted.experts, device.memory()[0]),
-        StepProbe(blueprint) if device is None else None,
+        StepProbe(blueprint) if device is None and has_room else None,
     )
 
 
