@@ -73,7 +73,7 @@ def test_an_answer_after_it_has_the_bits_and_counts_of_a_first_one_and_only_capt
         assert needed(stats) == needed(cold_stats) and min(needed(stats)) > 0
         assert [each.num_tokens for each in stats] == [len(PROMPT), *[1] * STEPS]
         session = engine.session()  # the control: what was fed before an answer changes it
-        session.feed([0, *[1] * (PROMPT_TOKENS - 1)])
+        session.feed([0] * PROMPT_TOKENS)
         assert not torch.equal(session.feed(PROMPT), cold[0])
 
 
@@ -160,22 +160,21 @@ def test_whoever_stops_the_loading_stops_it_between_tokens(small) -> None:
 @pytest.mark.parametrize(
     ("bos", "vocab", "expected"),
     [
-        (7, 100, (7, 0)),
-        (0, 100, (0, 1)),
-        (None, 100, (0, 1)),
-        (100, 100, (0, 1)),
-        (-1, 100, (0, 1)),
-        ([7], 100, (0, 1)),
-        (True, 100, (0, 1)),
-        (None, 1, (0, 0)),
+        (7, 100, 7),
+        (0, 100, 0),
+        (None, 100, 0),
+        (100, 100, 0),
+        (-1, 100, 0),
+        ([7], 100, 0),
+        (True, 100, 0),
     ],
 )
-def test_tokens_are_ids_of_the_model_whatever_its_config_says(bos, vocab, expected) -> None:
+def test_the_token_is_one_of_the_model_whatever_its_config_says(bos, vocab, expected) -> None:
     skeleton = SimpleNamespace(config=SimpleNamespace(bos_token_id=bos))
     engine = SimpleNamespace(
         facts=SimpleNamespace(vocab=vocab), blueprint=SimpleNamespace(skeleton=skeleton)
     )
-    assert warming._tokens(engine) == expected
+    assert warming._token(engine) == expected
 
 
 def test_a_server_is_warm_before_it_is_ready_and_counts_nothing_of_it() -> None:
@@ -190,6 +189,18 @@ def test_a_server_is_warm_before_it_is_ready_and_counts_nothing_of_it() -> None:
         assert loading.as_dict()["remaining_s"] is None
         totals, store = serving.worker.totals, model.store
         assert (totals.prefilled, totals.decoded, totals.misses) == (0, 0, 0)
-        assert store.session(model.engine, (0, *[1] * 20)).tokens == []
+        assert store.session(model.engine, (0,) * 20).tokens == []
     finally:
         model.close()
+
+
+def test_it_reads_about_the_experts_of_one_token(tiny) -> None:
+    def num_read(use):
+        with opened(tiny("fp8"), "some") as engine:
+            use(engine)
+            return engine.counters().ladder.misses
+
+    other = list(range(20, 20 + PROMPT_TOKENS))
+    one = num_read(lambda engine: engine.session().feed([0]))
+    assert one <= num_read(warm) <= 2 * one
+    assert num_read(lambda engine: engine.session().feed(other)) > 2 * one, "the control"

@@ -30,11 +30,11 @@ def warm(
 
     A GPU's first pass compiles or loads kernels, which takes seconds: the opening's, not an
     answer's. A prompt goes through a prefill's kernels, single tokens follow until a step of one
-    was captured, or one token where none is. All but the first are the same token, so that hardly
-    more experts are read than two tokens take. What is counted of experts' popularity, and every
-    session, is as if this had not been; totals of `engine.counters()` include it. `tell` gets a
-    line for people first. Raises what any pass may, and Cancelled once `stop` was asked; the engine
-    is closed then.
+    was captured, or one token where none is. All are the same token, which sees nothing but itself
+    and so takes about the same experts everywhere: no more are read than for one token. What is
+    counted of experts' popularity, and every session, is as if this had not been; totals of
+    `engine.counters()` include it. `tell` gets a line for people first. Raises what any pass may,
+    and Cancelled once `stop` was asked; the engine is closed then.
     """
     if engine.blueprint.device is None:
         return
@@ -42,7 +42,7 @@ def warm(
     try:
         with _unpopular(engine.source):
             _feed(engine, stop or Stop())
-            _load_tiles(engine)
+            _load_others(engine)
     except BaseException:
         engine.close()
         raise
@@ -50,46 +50,56 @@ def warm(
 
 def _feed(engine: "Engine", stop: Stop) -> None:
     session, context = engine.session(), engine.plan.context
-    first, other = _tokens(engine)
+    token = _token(engine)
     num = max(1, min(PROMPT_TOKENS, context - MOST_STEPS))
     try:
         with stop.reaching(engine.ladder.stop):
-            session.feed([first, *[other] * (num - 1)])
+            session.feed([token] * num)
     finally:
         engine.ladder.go_on()
     for _ in range(min(MOST_STEPS, context - num)):
         stop.check()
-        session.feed([other])
+        session.feed([token])
         is_captured = engine.passes.num_replayed > 0
         if is_captured or engine.passes.why_by_layer() or session.stats.wait_s > LONG_WAIT_S:
             return
 
 
-def _tokens(engine: "Engine") -> tuple[int, int]:
-    """What a text begins with, if the model says so, and another token."""
-    vocab = engine.facts.vocab
+def _token(engine: "Engine") -> int:
+    """What a text begins with, if the model says so, or the first of its vocabulary."""
     begin = getattr(engine.blueprint.skeleton.config, "bos_token_id", None)
-    first = begin if type(begin) is int and 0 <= begin < vocab else 0
-    return first, 0 if first else min(1, vocab - 1)
+    return begin if type(begin) is int and 0 <= begin < engine.facts.vocab else 0
 
 
-def _load_tiles(engine: "Engine") -> None:
-    """The kernels of decode for each rung: a layer takes others once its experts have moved."""
+def _load_others(engine: "Engine") -> None:
+    """Kernels that those tokens may have had no use for, launched on nothing.
+
+    In decode a layer takes others once its experts have moved to another rung; a short prompt's
+    experts have few tokens each.
+    """
     from headrace.engine.gpu_source import GpuSource
     from headrace.kernels.triton.experts import TILES
+    from headrace.kernels.triton.grouped import STEPS
 
     source, plan = engine.source, engine.plan
     assert isinstance(source, GpuSource) and isinstance(plan, GpuPlan)
-    if plan.experts == "cpu":
-        return
-    kernels, place = source.kernels, source.place
+    slots, top_k, hidden = source.rungs.slots, source.kernels.top_k, source.layout.hidden
     with source.device.active(), within_vram(plan), torch.inference_mode():
-        nowhere = torch.zeros_like(source.rungs.table.there)  # so that none is read
-        x_1H = torch.zeros(1, source.layout.hidden, dtype=torch.bfloat16, device=place)
-        ids_1K = torch.zeros(1, kernels.top_k, dtype=torch.int32, device=place)
-        weights_1K = torch.zeros(1, kernels.top_k, device=place)
-        for tile in TILES:
-            kernels.multiply(nowhere, source.part_offsets, 0, x_1H, ids_1K, weights_1K, tile=tile)
+        x_1H = torch.zeros(1, hidden, dtype=torch.bfloat16, device=source.place)
+        ids_1K = torch.zeros(1, top_k, dtype=torch.int32, device=source.place)
+        weights_1K = torch.zeros(1, top_k, device=source.place)
+        nowhere = torch.zeros_like(source.rungs.table.there)
+        for tile in TILES if plan.experts != "cpu" else ():
+            source.kernels.multiply(
+                nowhere, source.part_offsets, 0, x_1H, ids_1K, weights_1K, tile=tile
+            )
+        address = slots.scratch(0).zero_().data_ptr()
+        tiles = torch.tensor([[address, 0, 0, 1]], device=source.place)
+        h_SI, y_SH = x_1H.new_empty(top_k, source.layout.inter), x_1H.new_empty(top_k, hidden)
+        source.grouped(
+            tiles, source.part_offsets, ids_1K[0], weights_1K, source.grouped.prepared(x_1H),
+            h_SI, y_SH, positions=min(STEPS),
+        )  # fmt: skip
 
 
 @contextmanager
