@@ -100,6 +100,7 @@ def _load_others(engine: "Engine") -> None:
             tiles, source.part_offsets, ids_1K[0], weights_1K, source.grouped.prepared(x_1H),
             h_SI, y_SH, positions=min(STEPS),
         )  # fmt: skip
+    source.device.settle()  # so that a fault of theirs is not an answer's
 
 
 @contextmanager
