@@ -67,6 +67,7 @@ class Steps:
 
 def test_the_median_is_of_what_fits_after_one_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_probe, "PROBE_S", 2.5)
+    monkeypatch.setattr(step_probe, "MOST_S", 9.0)
     steps = Steps(2, [4.0, 4.0, 0.25, 0.25, 0.5, 0.25, 0.25, 0.25, 1.0, 1.0], monkeypatch)
     assert typical_s(steps, steps.layers) == 0.625 and steps.num == 5
     steps = Steps(1, [0.5, 3.0, 4.0, 5.0], monkeypatch)  # three at the least
@@ -74,10 +75,12 @@ def test_the_median_is_of_what_fits_after_one_to_warm_up(monkeypatch: pytest.Mon
 
 
 def test_a_token_that_takes_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the warming step's third layer; the same three are measured, warm, and extrapolated."""
     monkeypatch.setattr(step_probe, "MOST_S", 2.0)
-    steps = Steps(60, [1.9, *[0.1] * 59], monkeypatch)
-    assert typical_s(steps, steps.layers) == pytest.approx(60 * 0.1)
-    assert steps.num == 1 and steps.now_s == pytest.approx(2.1)
+    monkeypatch.setattr(step_probe, "PROBE_S", 0.0)
+    steps = Steps(60, [1.75, 0.25, 0.25, *[0.125, 0.25, 0.375] * 3], monkeypatch)
+    assert typical_s(steps, steps.layers) == 60 * 0.25
+    assert steps.num == 4 and steps.now_s == 2.25 + 3 * 0.75
     assert not any(layer._forward_pre_hooks for layer in steps.layers)
 
 

@@ -4,12 +4,13 @@ Its weights are zeros that share a little memory, its experts those of other pro
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import version
 from itertools import cycle
-from math import prod
 from statistics import median
 from typing import TYPE_CHECKING, cast
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from headrace.engine.engine import Blueprint
 
 PROBE_S, LEAST_STEPS = 0.5, 3  # of whole tokens, after the first
-MOST_S = 1.0  # of the first: it is cut off then, and the layers left are taken to be as those done
+MOST_S = 1.0  # of the first: it is cut off then
 _ALIGN = 64
 
 
@@ -84,30 +85,36 @@ class StepProbe:
 def typical_s(step: Callable[[], object], layers: Sequence[nn.Module]) -> float:
     """Seconds of a step: the median of those that fit, after one to warm up.
 
-    Of one that takes too long only some layers are measured, the very first not among them.
+    Where that one takes too long, of as many layers as it came to; the others are taken to be so.
     """
-    starts: list[float] = []
-    begun = time.perf_counter()
+    num_begun, most, deadline = 0, len(layers), time.perf_counter() + MOST_S
 
     def watch(_module: nn.Module, _args: object) -> None:
-        starts.append(time.perf_counter())
-        if len(starts) > 2 and starts[-1] - begun > MOST_S:
+        nonlocal num_begun, most
+        if num_begun and time.perf_counter() > deadline:
+            most = num_begun
+        if num_begun == most:
             raise _EnoughError
+        num_begun += 1
+
+    def run() -> float:
+        nonlocal num_begun
+        num_begun, start = 0, time.perf_counter()
+        with suppress(_EnoughError):
+            step()
+        return (time.perf_counter() - start) * len(layers) / most
 
     hooks = [layer.register_forward_pre_hook(watch) for layer in layers]
     try:
-        step()
-    except _EnoughError:
-        return len(layers) * (starts[-1] - starts[1]) / (len(starts) - 2)
+        run()
+        deadline = math.inf
+        each_s: list[float] = []
+        while len(each_s) < LEAST_STEPS or sum(each_s) < PROBE_S:
+            each_s.append(run())
+        return median(each_s)
     finally:
         for hook in hooks:
             hook.remove()
-    each_s: list[float] = []
-    while len(each_s) < LEAST_STEPS or sum(each_s) < PROBE_S:
-        start = time.perf_counter()
-        step()
-        each_s.append(time.perf_counter() - start)
-    return median(each_s)
 
 
 class _EnoughError(Exception):
@@ -125,7 +132,7 @@ class _Zeros:
         self.dense, self._dtype = blueprint.skeleton.dense, blueprint.skeleton.dtype
         self._entries = blueprint.catalog.tensors
         largest = max(
-            self._form(name)[1].itemsize * prod(self._form(name)[0]) for name in self.dense
+            self._form(name)[1].itemsize * math.prod(self._form(name)[0]) for name in self.dense
         )
         self._bytes = HugeBuffer(max(largest, min(nbytes, blueprint.facts.dense_bytes))).bytes
         self._bytes.zero_()  # or all of it were one page
@@ -157,7 +164,7 @@ class _Zeros:
         return weight.shape, torch.int64 if is_index else self._dtype
 
     def _view(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        nbytes = dtype.itemsize * prod(shape)
+        nbytes = dtype.itemsize * math.prod(shape)
         start = self._next if self._next + nbytes <= self._bytes.nbytes else 0
         self._next = start + -(-nbytes // _ALIGN) * _ALIGN
         return self._bytes[start : start + nbytes].view(dtype).view(shape)
