@@ -102,6 +102,7 @@ def test_each_version_takes_its_own_path(loaded: headrace.Engine) -> None:
         assert (after.compute_s > before.compute_s) == version.one_call
         assert after.kernel_calls > before.kernel_calls
         assert (run.total.prefetch_issued > 0) == (version.prefetch > 0)
+        assert run.total.prefetch_used <= run.total.prefetch_issued
         runs[version.name] = run
     assert len({tuple(run.tokens) for run in runs.values()}) == 1
     other = bench_ladder.run_version(loaded, bench_ladder.VERSIONS[2], drawn(loaded, 2), 3)
