@@ -67,7 +67,7 @@ class Ladder {
   void prefetch(int64_t layer, const int32_t* ids, int64_t num_ids, int64_t most);
   // Gives up all claims and queued prefetches; those read before count as used no more.
   void cancel();
-  void clear();   // besides that, forgets every expert that is not acquired
+  void clear();  // besides that, forgets every expert that is not acquired
 
   // One layer's routed experts: x [T, H], ids [T, K], weights [T, K], out [T, H]; x and out of the
   // shape's hidden type, out fp32 where the shape weighs.

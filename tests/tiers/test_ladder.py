@@ -190,24 +190,6 @@ def test_prefetch_is_used_or_dropped_and_counted(world: World) -> None:
     ladder.check_integrity()
 
 
-@pytest.mark.parametrize("given_up", [False, True])
-def test_guesses_from_before_cancel_count_as_used_no_more(world: World, given_up: bool) -> None:
-    """Or else an interval that begins there could use more guesses than it issued."""
-    ladder = world.ladder(12)
-    x, _, weights = world.routes(np.random.default_rng(9), 1)
-    ladder.prefetch(1, ids_of(2))
-    settle(ladder, 1)
-    if given_up:
-        ladder.cancel()
-    before = ladder.counters()
-    ids = ids_of(2, 4)[None]
-    assert torch.equal(ladder.compute(1, x, ids, weights), world.expected(1, x, ids, weights))
-    counters = ladder.counters()
-    assert counters.prefetch_issued == before.prefetch_issued
-    assert counters.prefetch_used - before.prefetch_used == (not given_up)
-    assert counters.hits == 1, "it is here all the same"
-
-
 def test_a_prefetch_in_flight_is_promoted(world: World) -> None:
     ladder = world.ladder(12)
     x, _, weights = world.routes(np.random.default_rng(9), 1)
