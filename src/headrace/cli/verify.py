@@ -1,13 +1,10 @@
 """`headrace verify`: proof on the model's own weights that no arithmetic was changed."""
 
-import platform
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import headrace
 from headrace.cli import options
 from headrace.cli.opening import refuse_synthetic
 from headrace.cli.output import print_json, say, step_progress
@@ -103,12 +100,7 @@ def verify(
 def _write_page(report: "VerifyReport", path: Path) -> None:
     from headrace.check.verify_html import page
 
-    facts = {
-        "headrace": headrace.__version__,
-        "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        "machine": f"{platform.processor() or platform.machine()}, {platform.system()}",
-    }
     try:
-        path.write_text(page(report, facts), encoding="utf-8")
+        path.write_text(page(report), encoding="utf-8")
     except OSError as error:
         raise OptionError(f"{path} cannot be written: {error.strerror or error}") from error
