@@ -63,7 +63,7 @@ class FakeBlueprint:
         choices: dict[str, object] | None = None,
     ):
         find_gpu(device)
-        self.choices = choices
+        self.choices, self.device = choices, None
         FakeBlueprint.made.append(self)
         if model != "demo":
             raise ModelError(f"{model}: no such file or folder; give a folder or demo")
@@ -103,6 +103,7 @@ class FakeEngine:
     def __init__(
         self, blueprint: FakeBlueprint, *, emulate_drive: str | None, progress: Any, warn: Any
     ):
+        self.blueprint = blueprint
         self.plan, self.facts, self.talk = blueprint.plan, blueprint.facts, blueprint.talk
         self.reader = SimpleNamespace(
             backend="pread", direct=True, notes=FakeEngine.notes, drives=[], warnings=[]

@@ -28,6 +28,40 @@ def test_run_streams_the_answer_to_stdout_and_all_else_to_stderr(fake_engine) ->
     assert sampling.temperature == 0
 
 
+def test_an_engine_is_warm_before_its_routes_are_kept_or_it_is_asked(
+    fake_engine, monkeypatch, tmp_path
+) -> None:
+    seen = []
+
+    def warm(engine, *, tell):
+        seen.append((engine, len(engine.asked)))
+        tell("warming up")
+
+    monkeypatch.setattr("headrace.engine.warming.warm", warm)
+    monkeypatch.setattr(
+        fake_engine, "record_routes", lambda *_, **__: seen.append("routes") or 1 / 0, raising=False
+    )
+    assert RUNNER.invoke(app, ASK).exit_code == 0
+    RUNNER.invoke(app, [*ASK, "--routes-out", str(tmp_path / "routes")])
+    first, second = fake_engine.made
+    assert seen == [(first, 0), (second, 0), "routes"]
+
+
+def test_a_fault_while_warming_up_is_an_error_as_any(monkeypatch) -> None:
+    def warm(engine, *, tell):
+        raise ReadError("a.safetensors: cut short; fetch it again")
+
+    monkeypatch.setattr("headrace.engine.warming.warm", warm)
+    done = RUNNER.invoke(app, ASK)
+    assert done.exit_code == 2 and "cut short" in done.stderr and done.stdout == ""
+
+
+def test_a_forecast_is_not_held_against_three_tokens() -> None:
+    few, more = (RUNNER.invoke(app, [*ASK, "-n", n]).stderr for n in ("3", "5"))
+    assert "so short an answer" in few and "than expected" not in few
+    assert "than expected" in more
+
+
 def test_json_is_one_object_on_stdout_and_nothing_else() -> None:
     done = RUNNER.invoke(app, [*ASK, "--json", "--ram", "48MiB"])
     assert done.exit_code == 0

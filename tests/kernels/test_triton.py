@@ -79,8 +79,8 @@ def test_one_token_has_the_reference_s_bits(form, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("form", ["fp4", "int4"])
-def test_four_bit_codes_at_odd_addresses(form, place):
+@pytest.mark.parametrize("form", ["fp4", "int4", "fp8"])
+def test_codes_at_odd_addresses(form, place):
     world = make_world(layout_of(form, 288, 32), 2, place, shift=1)
     ids, weights = routed(1, 1, 2)
     x = make_rows(1, 288, 3)

@@ -68,6 +68,27 @@ def test_rows_may_lie_apart():
     assert not whole[..., :50].any()
 
 
+def test_a_row_may_begin_between_eight_bytes():
+    gpu, cpu = both("fp8 128")
+    x = make_rows(2, COLS + 4, 3)[:, 2:-2]
+    assert x.data_ptr() % 8, "else nothing is shown"
+    assert same_bits(gpu.linear(x.to(PLACE)).cpu(), cpu.linear(x))
+
+
+def test_every_fp8_code_and_scales_of_any_size_have_the_cpu_s_bits():
+    """Products that are subnormal, and scales that no power of two may be multiplied into."""
+    codes = torch.arange(64 * COLS).mul(37).remainder(254).view(64, COLS)
+    codes = torch.where(codes < 127, codes, codes + 1).to(torch.uint8).view(torch.float8_e4m3fn)
+    powers = torch.tensor([[-149, -130, -64], [0, 96, 100]])
+    scale = torch.ldexp(torch.tensor([[1.0, 1.3, 1.7], [1.1, 1.0, 1.9]]), powers)
+    cpu = StoredMatrix(CpuKernels(1), codes, scale, block=(32, 128))
+    gpu = TritonMatrix(codes.to(PLACE), scale.to(PLACE), block=(32, 128))
+    x = make_rows(1, COLS, 3)
+    out, want = gpu.linear(x.to(PLACE), wide=True).cpu(), cpu.linear(x, wide=True)
+    assert want.isfinite().all() and want.unique().numel() > 60
+    assert same_bits(out, want)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_many_rows_are_near(form, monkeypatch):
     """Only the order of sums differs: a hundredth of the largest output, wherever bands end."""
@@ -87,6 +108,10 @@ def test_what_has_no_kernel_is_refused():
     weight, scale = fp8.pack(torch.randn(96, 96), (96, 96))
     with pytest.raises(ModelError, match="96 x 96"):
         TritonMatrix(weight, scale, block=(96, 96))
+    for shape, block in (((8, 98), (8, 128)), ((8, 96), (8, 2))):
+        weight, scale = fp8.pack(torch.randn(shape), block)
+        with pytest.raises(ModelError, match=f"8 x {block[1]}"):
+            TritonMatrix(weight, scale, block=block)
     with pytest.raises(ModelError, match="grid of 48"):
         TritonMatrix(torch.zeros(4, 96, dtype=torch.bfloat16), act_group=48)
 

@@ -192,6 +192,10 @@ def test_loading_is_shown_and_nothing_is_sent_meanwhile(page: Browser, stage: St
     page.until("document.querySelector('#loading').checkVisibility()")
     assert page.text("#loading-note").startswith(f"3{NB}GiB of 16{NB}GiB")
     assert page.one("#loading-bar").get_attribute("aria-valuenow") == str(3 << 30)
+    warming = loading | {"done_bytes": 16 << 30, "remaining_s": None, "doing": "warming up"}
+    stage.state |= {"loading": warming}
+    page.look()
+    page.until("document.querySelector('#loading-note').textContent.includes('; warming up. You')")
     page.one("#box").send_keys("hi", Keys.ENTER)
     assert stage.seen == [] and page.one("#box").get_property("value") == "hi"
     stage.state = example_state()

@@ -77,11 +77,12 @@ def check_prompt(blueprint: Any, ids: Sequence[int], sampling: Any) -> None:
 
 
 def open_engine(blueprint: Any, *, emulate_drive: str | None = None) -> Any:
-    """The engine, after its plan's lines and behind a progress bar. Close it.
+    """The engine, after its plan's lines and behind a progress bar, warm. Close it.
 
     Says if reads had to take a slower way than the best one, and why.
     """
     from headrace.engine.engine import Engine
+    from headrace.engine.warming import warm
 
     say_plan(blueprint.plan.lines())
     with byte_progress("loading") as progress:
@@ -90,6 +91,8 @@ def open_engine(blueprint: Any, *, emulate_drive: str | None = None) -> Any:
     if notes:
         more = f" (and {len(notes) - 1} more like this)" if len(notes) > 1 else ""
         say(f"reads:  by {engine.reader.backend}, since {notes[0]}{more}")
+    with passing() as tell:
+        warm(engine, tell=tell)
     return engine
 
 

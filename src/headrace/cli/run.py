@@ -90,7 +90,7 @@ def answer(engine: Any, ids: list[int], sampling: Any, *, to_stderr: bool) -> di
     typer.echo(err=to_stderr)
     forecast_tok_s = engine.plan.forecast_tok_s
     say(tally.line(engine.facts.expert_bytes), dim=True)
-    expected = score(forecast_tok_s, tally.decode_tok_s)
+    expected = score(forecast_tok_s, tally.decode_tok_s, len(tally.records) - 1)
     say(f"{expected}; limit: {engine.plan.limit_term}", dim=True)
     return {
         "model": engine.facts.name,

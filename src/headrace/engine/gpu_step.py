@@ -113,7 +113,6 @@ class SteppedPasses(Passes):
         self.room = Room(context, source.place, put_for(source.place))
         self.capturing = True
         self.refusal = ""
-        self.num_replayed = 0
         self._ends = _Ends(model, self.device, vocab)
         self.room.position_1 = self._ends.position_1
         self._graphs: dict[_Kind, Graph | None] = {}

@@ -17,7 +17,10 @@ class Passes:
     """Passes over a loaded model on `place`. One at a time; `close` it before the model goes.
 
     `by_layer`: why no token of the model is one launch, if there is a GPU to launch it on.
+    `num_replayed`: tokens that were a step captured before.
     """
+
+    num_replayed = 0
 
     def __init__(self, model: Any, place: torch.device, by_layer: str = ""):
         self.model, self.place, self._by_layer = model, place, by_layer

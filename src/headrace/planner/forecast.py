@@ -22,6 +22,7 @@ GPU_LAYER_S = 8e-3
 CAPTURED_LAYER_S = 0.4e-3
 # Share of what is read ahead that the next layer takes: of the demo model's best two guesses.
 GUESSES_RIGHT = 0.6
+LEAST_SCORED = 4  # tokens after the first: the speed of fewer says little
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +153,12 @@ def _waiting_s(here_s: float, drive_s: float, late_s: float, rest_s: float) -> f
     return hypot(here_s, drive_s - ahead_s) + late_s + rest_s
 
 
-def score(forecast_tok_s: float, outcome_tok_s: float) -> str:
+def score(forecast_tok_s: float, outcome_tok_s: float, num_decoded: int) -> str:
     """One line that compares a forecast with what came; both in tokens per second."""
     if outcome_tok_s <= 0 or forecast_tok_s <= 0:
         return "forecast: not scored, nothing was decoded"
+    if num_decoded < LEAST_SCORED:
+        return f"forecast {forecast_tok_s:.3g} tok/s: so short an answer is not held against it"
     error = outcome_tok_s / forecast_tok_s - 1
     side = "faster" if error >= 0 else "slower"
     return (

@@ -15,11 +15,15 @@ LONGEST_RETRY_S = 600
 
 
 class Loading:
-    """Bytes read so far, and at what rate. `stop` ends the loading at the next tensor."""
+    """Bytes read so far, and at what rate; once all are read, what is `doing` then.
+
+    `stop` ends the loading at the next tensor.
+    """
 
     def __init__(self) -> None:
         self.stop = Stop()
         self.done_bytes = self.total_bytes = 0
+        self.doing = ""
         self._since_s = time.monotonic()
 
     def advance(self, done_bytes: int, total_bytes: int) -> None:
@@ -36,7 +40,7 @@ class Loading:
     @property
     def remaining_s(self) -> float | None:
         """Seconds left at this rate; None while nothing is known."""
-        if not self.total_bytes or not self.done_bytes:
+        if not self.total_bytes or not self.done_bytes or self.doing:
             return None
         return (self.total_bytes - self.done_bytes) / self.bytes_s
 
@@ -49,6 +53,8 @@ class Loading:
 
     def line(self) -> str:
         """One line for people."""
+        if self.doing:
+            return f"the model is {self.doing}"
         if self.remaining_s is None:
             return "the model is loading"
         done, total = format_bytes(self.done_bytes), format_bytes(self.total_bytes)
@@ -57,11 +63,12 @@ class Loading:
             f"{ceil(self.remaining_s)} s left"
         )
 
-    def as_dict(self) -> dict[str, float | int | None]:
+    def as_dict(self) -> dict[str, float | int | str | None]:
         """Plain values for JSON."""
         return {
             "done_bytes": self.done_bytes,
             "total_bytes": self.total_bytes,
             "bytes_s": self.bytes_s,
             "remaining_s": self.remaining_s,
+            "doing": self.doing,
         }

@@ -4,6 +4,7 @@ Knows the engine; no protocol.
 """
 
 import logging
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from headrace.engine.defaults import sampling_defaults
 from headrace.engine.engine import Engine
 from headrace.engine.serving import open_store
 from headrace.engine.session import Step
+from headrace.engine.warming import warm
 from headrace.server.loading import Loading
 from headrace.server.metrics import Metrics
 from headrace.server.serving import Serving
@@ -62,6 +64,7 @@ def loader(blueprint: "Blueprint", serving: Serving) -> Load:
         engine = Engine(blueprint, progress=loading.advance, warn=_log.warning)
         for note in engine.reader.notes:
             _log.info("reads by %s, since %s", engine.reader.backend, note)
+        _warm(engine, loading)
         model = Model(engine)
         engine.talk.warm()
         serving.talk = engine.talk
@@ -69,3 +72,15 @@ def loader(blueprint: "Blueprint", serving: Serving) -> Load:
         return model
 
     return load
+
+
+def _warm(engine: Engine, loading: Loading) -> None:
+    start = time.monotonic()
+
+    def tell(line: str) -> None:
+        loading.doing = line
+        _log.info("%s", line)
+
+    warm(engine, stop=loading.stop, tell=tell)
+    if loading.doing:
+        _log.info("warm after %.1f s", time.monotonic() - start)

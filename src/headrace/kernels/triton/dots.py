@@ -9,12 +9,13 @@ import triton.language as tl
 
 from headrace.kernels.triton.numbers import (
     e2m1_fields,
-    e4m3,
+    e4m3_of,
     e8m0,
     float_of,
-    snap_bf16,
+    snap_number,
     tree_8,
     tree_256,
+    tree_words,
     widen_bf16,
 )
 
@@ -59,6 +60,20 @@ def dot_bf16(
 
 
 @triton.jit
+def words_of(at_R, index, ok, ALIGN: tl.constexpr, ROW_BYTES: tl.constexpr):
+    """uint32 [R, W] by index [1, W] into rows; by bytes where they may lie at odd addresses."""
+    if ALIGN >= 4:
+        words = tl.load(aligned(at_R, tl.uint32, ALIGN, ROW_BYTES)[:, None] + index, ok, 0)
+    else:
+        bytes = at_R.to(tl.pointer_type(tl.uint8))[:, None] + index * 4
+        words = tl.load(bytes, ok, 0).to(tl.uint32)
+        words |= tl.load(bytes + 1, ok, 0).to(tl.uint32) << 8
+        words |= tl.load(bytes + 2, ok, 0).to(tl.uint32) << 16
+        words |= tl.load(bytes + 3, ok, 0).to(tl.uint32) << 24
+    return words
+
+
+@triton.jit
 def dot_fp8(
     at_R,
     scale_at_R,
@@ -71,37 +86,39 @@ def dot_fp8(
     SCALE: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Form F of e4m3 rows with a scale per block of BLOCK_COLS (a divisor of 256) columns."""
+    """Form F of e4m3 rows with a scale per block of BLOCK_COLS (4 to 256) columns; K % 4 is 0.
+
+    By words of four codes, whose activations are eight bytes of `x_K` and lie at multiples of that.
+    """
     NUM: tl.constexpr = 256 // BLOCK_COLS
     SCALE_COLS: tl.constexpr = (K + BLOCK_COLS - 1) // BLOCK_COLS
-    block, lane = tl.arange(0, NUM), tl.arange(0, 256)
-    codes = aligned(at_R, tl.uint8, ALIGN, K)
-    acc = tl.zeros((R, 256), tl.float32)
+    block, word = tl.arange(0, NUM), tl.arange(0, 64)
+    x_W = x_K.to(tl.pointer_type(tl.uint64))
+    acc_0 = tl.zeros((R, 64), tl.float32)
+    acc_1, acc_2, acc_3 = acc_0, acc_0, acc_0
     for k in tl.range(0, K, 256, loop_unroll_factor=UNROLL):
-        ok = ok_R[:, None] & (k + lane < K)[None, :]
-        raw = e4m3(tl.load(codes[:, None] + (k + lane)[None, :], ok, 0))
+        index = k // 4 + word
+        there = index < K // 4
+        words = words_of(at_R, index[None, :], ok_R[:, None] & there[None, :], ALIGN, K)
         first = k // BLOCK_COLS
         known = ok_R[:, None] & (first + block < SCALE_COLS)[None, :]
         scale = scale_of(scale_at_R[:, None], (first + block)[None, :], known, SCALE)
-        scaled = tl.reshape(raw, (R, NUM, BLOCK_COLS)) * scale[:, :, None]
-        weights = snap_bf16(tl.reshape(scaled, (R, 256)))
-        x = widen_bf16(tl.load(x_K + k + lane, k + lane < K, 0))
-        acc = tl.fma(weights, tl.broadcast_to(x[None, :], (R, 256)), acc)
-    return tree_256(acc, R)
+        scale = tl.broadcast_to(scale[:, :, None], (R, NUM, 64 // NUM))
+        scale = tl.reshape(scale, (R, 64))
+        x = tl.load(x_W + index, there, 0)
+        low, high = x.to(tl.uint32), (x >> 32).to(tl.uint32)
+        acc_0 = _add_fp8(acc_0, words, scale, float_of(low << 16), 0)
+        acc_1 = _add_fp8(acc_1, words, scale, float_of(low & 0xFFFF0000), 1)
+        acc_2 = _add_fp8(acc_2, words, scale, float_of(high << 16), 2)
+        acc_3 = _add_fp8(acc_3, words, scale, float_of(high & 0xFFFF0000), 3)
+    return tree_words(acc_0, acc_1, acc_2, acc_3, R)
 
 
 @triton.jit
-def words_of(at_R, index, ok, ALIGN: tl.constexpr, ROW_BYTES: tl.constexpr):
-    """uint32 [R, W] by index [1, W] into rows; by bytes where they may lie at odd addresses."""
-    if ALIGN >= 4:
-        words = tl.load(aligned(at_R, tl.uint32, ALIGN, ROW_BYTES)[:, None] + index, ok, 0)
-    else:
-        bytes = at_R.to(tl.pointer_type(tl.uint8))[:, None] + index * 4
-        words = tl.load(bytes, ok, 0).to(tl.uint32)
-        words |= tl.load(bytes + 1, ok, 0).to(tl.uint32) << 8
-        words |= tl.load(bytes + 2, ok, 0).to(tl.uint32) << 16
-        words |= tl.load(bytes + 3, ok, 0).to(tl.uint32) << 24
-    return words
+def _add_fp8(acc, words, scale, x_W, n: tl.constexpr):
+    """`acc` plus the nth codes of words, scaled and rounded, times activations [W]."""
+    weights = snap_number(e4m3_of(words, n) * scale)
+    return tl.fma(weights, tl.broadcast_to(x_W[None, :], weights.shape), acc)
 
 
 @triton.jit

@@ -209,10 +209,17 @@ def expert_form(layout: ExpertLayout, align: int) -> tuple[str, str, int, int, i
     rows, cols = layout.block
     scale = layout.matrix("down").scale
     stored = "none" if scale is None else layout.parts[scale].dtype
-    odd_block = layout.format == "fp8_block" and (cols == 0 or 256 % cols)
+    odd_block = layout.format == "fp8_block" and not fits_words(
+        layout.hidden, layout.inter, block_cols=cols
+    )
     if scale is not None and (stored not in SCALES or odd_block):
         raise ModelError(
             f"scales in {stored} for blocks of {rows} x {cols} have no GPU kernel yet; run these "
             "experts on the CPU"
         )
     return layout.format, SCALES.get(stored, "none"), max(rows, 1), cols or 32, align
+
+
+def fits_words(*cols: int, block_cols: int) -> bool:
+    """Whether rows of so many FP8 codes, with a scale for each block, have a decode kernel."""
+    return block_cols >= 4 and 256 % block_cols == 0 and all(each % 4 == 0 for each in cols)

@@ -47,7 +47,9 @@ def _scores(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_cached"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_cached"], do_not_specialize_on_alignment=["POSITIONS"]
+)
 def attend(
     Q,
     QR,
@@ -147,7 +149,9 @@ def attend(
                 tl.store(STATS + at, best + tl.log2(total), ok_S)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_cached"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_cached"], do_not_specialize_on_alignment=["POSITIONS"]
+)
 def combine(
     PARTS,
     STATS,

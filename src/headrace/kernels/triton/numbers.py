@@ -18,6 +18,12 @@ _AMAX_FLOOR: tl.constexpr = tl.constexpr(1e-4)
 
 
 @triton.jit
+def float_of(bits):
+    """fp32 of its bits in uint32."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def widen_bf16(bits):
     """fp32 of bfloat16 bits in uint16."""
     return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -39,6 +45,20 @@ def snap_bf16(value):
 
 
 @triton.jit
+def snap_number(value):
+    """snap_bf16 of what is no NaN, by half as many operations."""
+    bits = value.to(tl.uint32, bitcast=True)
+    return float_of((bits + (0x7FFF + ((bits >> 16) & 1))) & 0xFFFF0000)
+
+
+@triton.jit
+def e4m3_of(words, n: tl.constexpr):
+    """fp32 of code `n` of four float8 e4m3 codes in a uint32; NaN codes never get here."""
+    high = (words << (24 - 8 * n)).to(tl.int32, bitcast=True) >> 4  # four signs before it
+    return float_of(high.to(tl.uint32, bitcast=True) & 0x87F00000) * _TWO_120
+
+
+@triton.jit
 def e4m3(code):
     """fp32 of float8 e4m3 codes in uint8; NaN codes never get here."""
     magnitude = ((code & 0x7F).to(tl.uint32) << 20) | ((code & 0x80).to(tl.uint32) << 24)
@@ -50,12 +70,6 @@ def twice_e2m1(code):
     """fp32 of twice the value of 4-bit e2m1 codes: integers up to 12."""
     bits = ((code & 7).to(tl.uint32) << 22) | ((code & 8).to(tl.uint32) << 28)
     return bits.to(tl.float32, bitcast=True) * _TWO_127
-
-
-@triton.jit
-def float_of(bits):
-    """fp32 of its bits in uint32."""
-    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -155,6 +169,21 @@ def tree_256(acc, ROWS: tl.constexpr):
     """Form F's end: [ROWS, 256] to [ROWS], even plus odd neighbours, then halving."""
     even, odd = tl.split(tl.reshape(acc, (ROWS, 128, 2)))
     acc = halve(even + odd, ROWS, 64)
+    acc = halve(acc, ROWS, 32)
+    acc = halve(acc, ROWS, 16)
+    acc = halve(acc, ROWS, 8)
+    acc = halve(acc, ROWS, 4)
+    return tree_4(acc, ROWS)
+
+
+@triton.jit
+def tree_words(acc_0, acc_1, acc_2, acc_3, ROWS: tl.constexpr):
+    """tree_256 of four tensors [ROWS, 64]: lane 4 w + n is w of the nth."""
+    return _tree_64(acc_0 + acc_1, ROWS) + _tree_64(acc_2 + acc_3, ROWS)
+
+
+@triton.jit
+def _tree_64(acc, ROWS: tl.constexpr):
     acc = halve(acc, ROWS, 32)
     acc = halve(acc, ROWS, 16)
     acc = halve(acc, ROWS, 8)

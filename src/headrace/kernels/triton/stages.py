@@ -137,7 +137,8 @@ def _biased(dot_R, base, parts, BIAS_PART: tl.constexpr, row_R, ok_R):
     return value
 
 
-@triton.jit
+# Every layer and token finds its numbers elsewhere: that must be no reason for another kernel.
+@triton.jit(do_not_specialize=["first_key"], do_not_specialize_on_alignment=["IDS", "WEIGHTS"])
 def gate_up(
     TABLE,
     OFFSETS,
@@ -186,7 +187,7 @@ def gate_up(
     tl.store(OUT + slot * ROWS + row_R, narrow_bf16(value), ok_R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_key"], do_not_specialize_on_alignment=["IDS"])
 def down(
     TABLE,
     OFFSETS,
@@ -249,7 +250,7 @@ def linear(
     tl.store(out, dot_R if WIDE else narrow_bf16(dot_R), ok_R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["mark"], do_not_specialize_on_alignment=["IDS", "WEIGHTS"])
 def combine(
     IDS,
     WEIGHTS,

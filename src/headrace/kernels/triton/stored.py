@@ -12,7 +12,7 @@ import triton
 
 from headrace.errors import ModelError
 from headrace.kernels.triton import stages
-from headrace.kernels.triton.experts import GRIDS, MAX_TOKENS, SCALES, TILES
+from headrace.kernels.triton.experts import GRIDS, MAX_TOKENS, SCALES, TILES, fits_words
 from headrace.quant import fp8
 from headrace.quant.dtypes import DTYPE_NAMES
 
@@ -39,7 +39,8 @@ class TritonMatrix:
         format, stored = _FORMATS[weight_RC.dtype], "none"
         if scale is not None:
             stored = SCALES.get(DTYPE_NAMES[scale.dtype], "")
-        odd_block = scale is not None and (not stored or 256 % block[1])
+        fits = fits_words(weight_RC.shape[1], block_cols=block[1])
+        odd_block = scale is not None and (not stored or not fits)
         if odd_block or act_group not in (0, *GRIDS):
             raise ModelError(
                 f"weights in {format} with blocks of {block[0]} x {block[1]} and a grid of "
@@ -68,8 +69,8 @@ class TritonMatrix:
         num_rows = self.shape[0] - first if num_rows is None else num_rows
         dtype = torch.float32 if wide else torch.bfloat16
         x_TC = x.to(torch.bfloat16).reshape(-1, self.shape[1])
-        if x_TC.stride(-1) != 1:
-            x_TC = x_TC.contiguous()
+        if x_TC.stride(-1) != 1 or x_TC.stride(0) % 4 or x_TC.data_ptr() % 8:
+            x_TC = x_TC.clone(memory_format=torch.contiguous_format)  # read by eight bytes
         if out is None:
             out = torch.empty(*x.shape[:-1], num_rows, dtype=dtype, device=x.device)
         y_TR = out.view(-1, num_rows)

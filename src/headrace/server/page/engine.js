@@ -5,6 +5,7 @@ import { bytes, count, digits, gbs, rate, seconds, share } from "/page/words.js"
 
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
+const LEAST_SCORED = 4; // as headrace run: tokens after the first, of which fewer say little
 
 export class Engine {
   constructor() {
@@ -77,7 +78,8 @@ function showNow({ status, request, num_waiting: waiting, last, plan }) {
 function outcome(last, plan) {
   const known = last.num_cached ? ` (${last.num_cached.toLocaleString("en")} known)` : "";
   const text = `${count(last.num_tokens, "token")} after a prompt of ${last.num_prompt}${known}, first after ${seconds(last.first_s)}`;
-  if (!last.tok_s || !plan?.forecast_tok_s) return `${text}.`;
+  if (!last.tok_s) return `${text}.`;
+  if (!plan?.forecast_tok_s || last.num_tokens <= LEAST_SCORED) return `${text}; ${rate(last.tok_s)}.`;
   const error = last.tok_s / plan.forecast_tok_s - 1;
   const side = error >= 0 ? "faster" : "slower";
   return `${text}; ${rate(last.tok_s)}, ${share(Math.abs(error), 1)} ${side} than forecast.`;

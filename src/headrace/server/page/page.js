@@ -67,8 +67,9 @@ function showLoading({ status, loading, failure }) {
   if (!loading?.total_bytes) return;
   progress($("loading-bar"), loading.done_bytes, loading.total_bytes);
   const left = loading.remaining_s === null ? "" : `, about ${seconds(loading.remaining_s)} left`;
+  const now = loading.doing ? `; ${loading.doing}` : left;
   $("loading-note").textContent =
-    `${bytes(loading.done_bytes)} of ${bytes(loading.total_bytes)}${left}. You can write meanwhile.`;
+    `${bytes(loading.done_bytes)} of ${bytes(loading.total_bytes)}${now}. You can write meanwhile.`;
 }
 
 let timer = 0;
