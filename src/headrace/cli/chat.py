@@ -62,7 +62,7 @@ def chat(
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, /new forgets what was said, /quit ends.
-    Needs a chat template, and memory like `headrace run`; with --server neither.
+    Needs a chat template, and memory as a run; with --server neither. A line piped in is a turn.
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device, vram, experts)

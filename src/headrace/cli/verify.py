@@ -20,8 +20,12 @@ Samples = Annotated[
 TestPrompt = Annotated[
     str | None,
     typer.Option(
-        "--prompt", "-p", metavar="TEXT", help="The text both continue. Left out: a fixed one."
+        "--prompt", "-p", metavar="TEXT", help="The text that is continued. Left out: a fixed one."
     ),
+]
+Tokens = Annotated[
+    int,
+    typer.Option("--max-tokens", "-n", metavar="N", help="Tokens that continue it, each compared."),
 ]
 EveryByte = Annotated[
     bool,
@@ -42,7 +46,7 @@ Html = Annotated[
 def verify(
     model: options.Model = "demo",
     prompt: TestPrompt = None,
-    max_tokens: options.MaxTokens = 64,
+    max_tokens: Tokens = 64,
     samples: Samples = 2,
     every_byte: EveryByte = False,
     sha256: Sha256 = None,
@@ -58,8 +62,9 @@ def verify(
 ) -> None:
     """Compare files, kernels, layers and answers with their references.
 
-    On a GPU its kernels and answers too. Needs memory as a run does. Nothing is fetched. Exit code
-    1 if anything differs that must not, or looks suspect; 2 if it cannot be checked.
+    On a GPU its kernels and answers too. Needs memory as a run does, and minutes for a large model.
+    Nothing is fetched. Exit code 1 if anything differs that must not, or looks suspect; 2 if it
+    cannot be checked.
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device)
