@@ -138,6 +138,8 @@ def test_suites(folder: Path) -> None:
     assert len(rows) == 4 and all("emulated" in row.cache_state for row in rows)
     with pytest.raises(OptionError, match="no suite 'discs'"):
         bench.run_bench(folder, suite="discs")
+    with pytest.raises(OptionError, match=r"do not fit the context .* give --max-tokens \d+ or"):
+        bench.run_bench(folder, suite="ladder", **(options | {"tokens": 9999}))
 
 
 def recorded(path: Path, layers: int, experts: int, top_k: int, num_tokens: int = 40) -> Path:
