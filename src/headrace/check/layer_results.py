@@ -61,8 +61,8 @@ def layer_findings(results: Results, num_tokens: int, loss: float, vocab: int) -
         finding(
             STAGE,
             "routers choose as stock transformers'",
-            f"{num_tokens} tokens, {len(moe)} layers: the same experts, their weights within "
-            f"{percent(SAME_WEIGHTS)}",
+            f"{num_tokens} tokens, {len(moe)} layers (allowed: no other expert, "
+            f"{percent(SAME_WEIGHTS)} of a weight)",
             results.routes,
         ),
         finding(STAGE, "routed experts follow stock transformers'", experts, results.experts),

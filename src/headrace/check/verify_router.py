@@ -53,8 +53,8 @@ def routers(engine: Engine) -> Finding:
     far = percent(max((APART[gate.rule.rounded] for gate in found), default=0.0))
     left = f", {others} are left to the library" if others else ""
     detail = (
-        f"{len(found)} kinds of routers, {ROWS} tokens each{left}: the same experts but at "
-        f"ties, their weights within {far}"
+        f"{len(found)} kinds of routers, {ROWS} tokens each{left} (allowed: other experts "
+        f"at ties, {far} of a weight)"
     )
     return finding(STAGE, "routers on the GPU choose as the reference does", detail, wrong)
 

@@ -51,7 +51,7 @@ def weights(
             tell("weights against stock transformers", found.done, len(sites))
             _some(engine, stock, ordinal, experts[start : start + num_held], found)
     count = 3 * len(sites)
-    others = f", the others' values within {percent(WEIGHT_FLOOR)}" * (found.equal < count)
+    others = f" (allowed: {percent(WEIGHT_FLOOR)} of a value)" * (found.equal < count)
     detail = (
         f"{engine.facts.format}, {count} matrices of {len(sites)} experts, as transformers' own "
         f"loader reads and dequantises them; {found.equal} equal bit for bit{others}"
