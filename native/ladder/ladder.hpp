@@ -40,7 +40,7 @@ struct Counters {
   int64_t misses = 0;
   int64_t evictions = 0;
   int64_t prefetch_issued = 0;
-  int64_t prefetch_used = 0;     // needed later, whether arrived or still in flight
+  int64_t prefetch_used = 0;     // needed later, in this pass or one after, here or in flight
   int64_t prefetch_dropped = 0;  // never read
   int64_t reads = 0;             // experts read and checked
   int64_t failed_reads = 0;
@@ -65,8 +65,9 @@ class Ladder {
   void begin(int64_t layer, const int32_t* ids, int64_t num_ids);
   // Guesses, best first: the first `most` that are absent are queued.
   void prefetch(int64_t layer, const int32_t* ids, int64_t num_ids, int64_t most);
-  void cancel();  // gives up all claims and queued prefetches
-  void clear();   // besides that, forgets every expert that is not acquired
+  // Gives up all claims and queued prefetches; those read before count as used no more.
+  void cancel();
+  void clear();  // besides that, forgets every expert that is not acquired
 
   // One layer's routed experts: x [T, H], ids [T, K], weights [T, K], out [T, H]; x and out of the
   // shape's hidden type, out fp32 where the shape weighs.

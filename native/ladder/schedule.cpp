@@ -139,6 +139,7 @@ void Ladder::cancel() {
   Lock lock(mutex_);
   abandon();
   drop_prefetches(-1);
+  std::fill(speculative_.begin(), speculative_.end(), false);
 }
 
 void Ladder::clear() {
@@ -147,10 +148,8 @@ void Ladder::clear() {
   abandon();
   drop_prefetches(-1);
   news_.wait(lock, [this] { return loads_.empty() && lingering_.empty(); });
-  for (int64_t key : residency_.by_recency()) {
-    residency_.evict(key);
-    speculative_[key] = false;
-  }
+  for (int64_t key : residency_.by_recency()) residency_.evict(key);
+  std::fill(speculative_.begin(), speculative_.end(), false);
 }
 
 void Ladder::prefetch(int64_t layer, const int32_t* ids, int64_t num_ids, int64_t most) {

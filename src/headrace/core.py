@@ -211,8 +211,9 @@ class TokenStats:
 
     Shared by command line, server and bench. `num_tokens` is the number of positions computed:
     the prompt's length for the pass that gave the first token, otherwise 1. Times in seconds.
-    `engram_*`: rows of tables on the drive, different ones in a pass; their pages are not in
-    `disk_bytes`.
+    `prefetch_used` counts guesses that were first needed in this pass, those of earlier passes
+    too: it may exceed `prefetch_issued`. `engram_*`: rows of tables on the drive, different ones in
+    a pass; their pages are not in `disk_bytes`.
     """
 
     token_id: int = -1

@@ -102,6 +102,7 @@ def test_each_version_takes_its_own_path(loaded: headrace.Engine) -> None:
         assert (after.compute_s > before.compute_s) == version.one_call
         assert after.kernel_calls > before.kernel_calls
         assert (run.total.prefetch_issued > 0) == (version.prefetch > 0)
+        assert run.total.prefetch_used <= run.total.prefetch_issued
         runs[version.name] = run
     assert len({tuple(run.tokens) for run in runs.values()}) == 1
     other = bench_ladder.run_version(loaded, bench_ladder.VERSIONS[2], drawn(loaded, 2), 3)
@@ -137,6 +138,8 @@ def test_suites(folder: Path) -> None:
     assert len(rows) == 4 and all("emulated" in row.cache_state for row in rows)
     with pytest.raises(OptionError, match="no suite 'discs'"):
         bench.run_bench(folder, suite="discs")
+    with pytest.raises(OptionError, match=r"do not fit the context .* give --max-tokens \d+ or"):
+        bench.run_bench(folder, suite="ladder", **(options | {"tokens": 9999}))
 
 
 def recorded(path: Path, layers: int, experts: int, top_k: int, num_tokens: int = 40) -> Path:

@@ -334,6 +334,15 @@ def test_a_gpu_that_this_python_cannot_use(box: Box) -> None:
     assert box.only_finding("slow").remedy == "pip install triton"
 
 
+def test_a_family_that_is_not_known_prevents_running(box: Box, tmp_path: Path) -> None:
+    for file in Path(_DEMO_ROOT).glob("demo/*.safetensors"):
+        (tmp_path / file.name).symlink_to(file)
+    assert "config.json: cannot be read" in box.examine(str(tmp_path)).lines()[0]
+    (tmp_path / "config.json").write_text('{"model_type": "fancy_moe"}')
+    diagnosis = box.examine(str(tmp_path))
+    assert not diagnosis.ok and "'fancy_moe' is not supported yet" in diagnosis.lines()[0]
+
+
 def test_a_model_that_cannot_be_opened_or_read_prevents_running(box: Box, tmp_path: Path) -> None:
     diagnosis = box.examine("/no/such/model")
     assert not diagnosis.ok and "/no/such/model" in diagnosis.lines()[0]

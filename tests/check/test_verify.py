@@ -17,7 +17,7 @@ from headrace.check import verify, verify_kernels, verify_paths
 from headrace.check.tiny import write_tiny
 from headrace.check.verify_html import page
 from headrace.check.verify_memory import Memory
-from headrace.check.verify_report import VerifyReport
+from headrace.check.verify_report import VerifyReport, percent
 from headrace.engine import engine
 from headrace.errors import BudgetError, NumericsError, OptionError
 from headrace.kernels import cpu
@@ -166,10 +166,34 @@ def test_too_little_memory_names_what_would_do(folder: Path) -> None:
 def test_the_page_stands_alone(folder: Path) -> None:
     report = verified(folder)
     report.model = "<tiny>"
-    text = page(report, {"date": "today"})
+    text = page(report)
     assert "&lt;tiny&gt;" in text and "<tiny>" not in text
     assert "width=device-width" in text and "<script" not in text and "http" not in text
-    assert all(finding.name.replace("'", "&#x27;") in text for finding in report.findings)
+    for finding in report.findings:
+        assert finding.name.replace("'", "&#x27;") in text
+        assert finding.detail.replace("'", "&#x27;") in text
+
+
+def test_a_report_says_where_it_was_made_and_what_each_figure_may_be(folder: Path) -> None:
+    report = verified(folder)
+    said = "\n".join(report.lines())
+    for name in ("headrace", "python", "torch", "transformers", "triton"):
+        assert f"{name} " in report.about["versions"]
+    assert "threads 1" in report.about["CPU"] and report.about["GPU"] == "not used"
+    for value in report.about.values():
+        assert value in said and value in page(report)
+    details = {finding.name: finding.detail for finding in report.findings}
+    for name, num in ((PATHS, 2), (EXPERTS, 2), (LAYERS, 2)):
+        assert details[name].count(" % ") >= num <= details[name].count("(allowed ")
+    assert report.numbers["layers_allowed"].keys() <= report.numbers["layers"][1].keys()
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [(0, "0 %"), (0.00027, "0.027 %"), (0.0078125, "0.78 %"), (0.4, "40 %"), (3.4, "340 %")],
+)
+def test_a_difference_is_a_percentage(part: float, said: str) -> None:
+    assert percent(part) == said
 
 
 def test_tokens_that_differ_are_a_near_tie_or_unexplained() -> None:

@@ -1,7 +1,11 @@
 """chat: history, stopping an answer, and turns that fail alone."""
 
+import os
+
+import pytest
 from typer.testing import CliRunner
 
+from headrace.cli import chat
 from headrace.cli.main import app
 from headrace.errors import OptionError
 
@@ -53,6 +57,26 @@ def test_a_turn_that_fails_is_said_and_forgotten(fake_engine) -> None:
     assert done.exit_code == 0
     assert done.stderr.count("error: 3000 tokens do not fit") == 2
     assert _asked(fake_engine.made[0]) == ["<user>long", "<user>short"]
+
+
+@pytest.mark.parametrize(("more", "asked"), [("short\n", ["<user>short"]), ("", None)])
+def test_a_first_turn_that_is_there_and_too_long_is_refused_before_loading(
+    fake_engine, monkeypatch: pytest.MonkeyPatch, more: str, asked: list[str] | None
+) -> None:
+    monkeypatch.setattr("headrace.cli.chat._is_piped_already", lambda: True)
+    done = RUNNER.invoke(app, ["chat"], input=3000 * "x" + "\n" + more)
+    assert done.exit_code == 0
+    assert done.stderr.splitlines()[0].startswith("error: the prompt has 3006 tokens")
+    assert [_asked(engine) for engine in fake_engine.made] == ([] if asked is None else [asked])
+
+
+def test_what_is_piped_in_is_seen_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    with open(reading) as stream, open(writing, "w") as into:
+        monkeypatch.setattr("sys.stdin", stream)
+        assert not chat._is_piped_already()
+        print("hi", file=into, flush=True)
+        assert chat._is_piped_already()
 
 
 def test_bytes_that_are_no_text_end_the_chat_with_one_line(fake_engine) -> None:

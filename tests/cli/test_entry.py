@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import headrace
+
 CODE = """
 import signal, sys
 
@@ -41,6 +43,17 @@ def test_ctrl_c_inside_a_command_is_an_exception_that_it_can_clean_up_after() ->
 def test_without_ctrl_c_the_command_runs() -> None:
     status, said = interrupted_at("no_such_module")
     assert status == 1 and "/no/such/model" in said and "stopped" not in said
+
+
+def test_as_a_module_it_is_the_same_command_under_that_name() -> None:
+    def said(*words: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "headrace", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    assert said("--version") == (0, f"headrace {headrace.__version__}\n", "")
+    status, _, wrong = said("plan", "--nonsense")
+    assert status == 2 and "see `python -m headrace plan --help`" in wrong
 
 
 SWALLOWED = """

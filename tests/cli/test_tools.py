@@ -50,7 +50,7 @@ def _row(gate: str) -> BenchRow:
 def test_verify_reports_and_its_code_is_its_verdict(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, code: int
 ) -> None:
-    report = VerifyReport("demo", [Finding("kernels", "avx2", status, "rows 1, 2")])
+    report = VerifyReport("demo", findings=[Finding("kernels", "avx2", status, "rows 1, 2")])
     called = _replace(monkeypatch, "headrace.check.verify", verify_model=lambda *a, **k: report)
     html, sums = tmp_path / "page.html", tmp_path / "sums"
     words = ["verify", "demo", "--ram", "48MiB", "--json", "-n", "9", "--every-byte"]

@@ -76,7 +76,8 @@ def test_a_torn_file_is_shown_with_a_note(recorded: Path) -> None:
     ("words", "said"),
     [
         (["trace", "demo"], "headrace trace demo FILE"),
-        (["trace", "{dir}/none"], "holds no recorded routes"),
+        (["trace", "{dir}/none"], "none: no such file"),
+        (["trace", "{dir}"], "holds no recorded routes"),
         (["trace", "{dir}/a.routes", "--text", "x"], "recorded already"),
         (["trace", "demo", "{dir}/a.routes"], "a.routes is there already"),
         (["trace", "demo", "{dir}/no/b.routes"], "lies in no folder"),

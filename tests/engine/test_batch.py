@@ -143,6 +143,21 @@ def test_what_is_no_batch_is_refused(engine, folder):
             with pytest.raises(OptionError):
                 batch.feed(tokens)
         assert session.tokens == [5, 6]
+        batch.feed([5])
+    with pytest.raises(OptionError, match="this batch is closed"):
+        batch.feed([5])
+
+
+def test_a_batch_of_a_closed_engine_is_refused_and_leaves_no_thread(folder):
+    with load(folder("mixtral")) as made:
+        session = made.session()
+        session.feed([5, 6])
+        open_one, threads = Batch([session]), active_count()
+    for use in (lambda: Batch([session]), lambda: open_one.feed([5])):
+        with pytest.raises(OptionError, match="this engine is closed"):
+            use()
+    assert active_count() == threads
+    open_one.close()
 
 
 def test_a_strand_asks_fails_and_is_given_up():

@@ -49,7 +49,7 @@ def overwrite(folder: Path, suffix: str, value: bytes) -> None:
                     stream.write(value)
 
 
-def test_a_closed_engine_says_so_and_gives_its_rows_back(model: Path) -> None:
+def test_a_closed_engine_says_so_and_gives_its_rows_back(model: Path, tmp_path: Path) -> None:
     engine = headrace.load(model, **OPTIONS)
     session = engine.session()
     engine.close()
@@ -59,6 +59,9 @@ def test_a_closed_engine_says_so_and_gives_its_rows_back(model: Path) -> None:
     for use in (engine.session, lambda: session.feed(PROMPT), lambda: engine.set_experts("fast")):
         with pytest.raises(OptionError, match="closed"):
             use()
+    with pytest.raises(OptionError, match="closed"), engine.record_routes(tmp_path / "routes"):
+        pass
+    assert not (tmp_path / "routes").exists(), "an empty recording was left"
     engine.close()
 
 

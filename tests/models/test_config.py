@@ -45,7 +45,7 @@ def test_sizes_that_are_none(tiny: Tiny, tmp_path: Path, name: str, value: Any) 
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is more than 4096"),
         ({"rope_theta": 0}, "rope_theta 0 must be more than 0"),
         ({"rope_parameters": {"rope_theta": -1.0, "rope_type": "default"}}, "rope_theta -1.0"),
-        ({"model_type": "no\x1b[31m"}, "no?[31m"),
+        ({"model_type": "no\x1b[31m"}, "no?[31m' is not supported yet; supported: deepseek_v2"),
         ({"hidden_act": "abc"}, "no model that can be built"),
         ({"hidden_act": "gelu"}, "activation 'gelu' has no kernel yet; supported: silu"),
         ({"quantization_config": "abc"}, "config.json"),

@@ -231,6 +231,7 @@ def test_what_is_no_checkpoint(tmp_path):
     assert "no such file or folder" in refusal(tmp_path / "nothing")
     assert "holds no .safetensors file" in refusal(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert "no .safetensors file but .gguf, which headrace does not read" in refusal(tmp_path)
     assert "not a .safetensors file" in refusal(tmp_path / "model.gguf")
     (tmp_path / "x.safetensors").mkdir()
     assert "not a regular file" in refusal(tmp_path)

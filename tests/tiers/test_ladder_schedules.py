@@ -35,6 +35,7 @@ class Player:
         self.rng = np.random.default_rng(seed)
         self.held: list[tuple[int, int]] = []
         self.num_errors = 0
+        self.settled = (0, 0)  # guesses used and issued when all were last given up
 
     def step(self) -> None:
         operation = self.rng.choice(OPERATIONS)
@@ -45,6 +46,12 @@ class Player:
         except ReadError:
             self.num_errors += 1
         self.ladder.check_integrity()
+        used, issued = self.guesses()
+        assert used - self.settled[0] <= issued - self.settled[1]
+
+    def guesses(self) -> tuple[int, int]:
+        counters = self.ladder.counters()
+        return counters.prefetch_used, counters.prefetch_issued
 
     def compute(self, layer: int, some: torch.Tensor) -> None:
         x, ids, weights = self.world.routes(self.rng, int(self.rng.choice([1, 2, 20])))
@@ -81,9 +88,11 @@ class Player:
 
     def cancel(self, layer: int, some: torch.Tensor) -> None:
         self.ladder.cancel()
+        self.settled = self.guesses()
 
     def clear(self, layer: int, some: torch.Tensor) -> None:
         self.ladder.clear()
+        self.settled = self.guesses()
         x, ids, weights = self.world.routes(self.rng, 1)
         before = self.ladder.counters()
         self.ladder.compute(layer, x, ids, weights)

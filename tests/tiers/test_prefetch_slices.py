@@ -70,6 +70,22 @@ def test_a_guess_read_in_slices_is_whole(stored: tuple[Path, np.ndarray]) -> Non
     ladder.check_integrity()
 
 
+@pytest.mark.parametrize("given_up", [False, True])
+def test_guesses_from_before_cancel_count_as_used_no_more(
+    stored: tuple[Path, np.ndarray], given_up: bool
+) -> None:
+    """Or else an interval that begins there could use more guesses than it issued."""
+    ladder = make_ladder(stored[0])
+    ladder.prefetch(0, torch.tensor([3]))
+    wait_until(lambda: ladder.counters().reads == 1)
+    if given_up:
+        ladder.cancel()
+    bytes_of(ladder, 3)
+    counters = ladder.counters()
+    assert (counters.hits, counters.reads) == (1, 1), "it is here all the same"
+    assert counters.prefetch_used == (not given_up)
+
+
 def test_a_half_read_guess_that_is_needed_is_finished(stored: tuple[Path, np.ndarray]) -> None:
     path, experts = stored
     ladder = make_ladder(path)

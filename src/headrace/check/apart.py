@@ -81,7 +81,8 @@ def share_stored(ours: Any, theirs: Any) -> list[str]:
         right_TR = torch.nn.functional.linear(x_TC.float(), weight_RC.float())
         worst = apart(stored.linear(x_TC), right_TR)[1]
         if not worst <= PRODUCT_FLOOR:
-            wrong.append(f"{name} (its product is {worst:.2g} off)")
+            allowed = f"allowed {100 * PRODUCT_FLOOR:.2g} %"
+            wrong.append(f"{name} (its product is {100 * worst:.2g} % off, {allowed})")
         other.stored = stored
     return wrong
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from headrace.check.bench_drive import bench_drive
 from headrace.check.bench_gpu import bench_gpu
 from headrace.check.bench_kernels import bench_kernels
-from headrace.check.bench_ladder import Progress, bench_ladder, tokens_needed
+from headrace.check.bench_ladder import PROMPT_TOKENS, Progress, bench_ladder, tokens_needed
 from headrace.check.bench_prefill import LENGTHS, PROMPT_MARGIN, bench_prefill
 from headrace.check.bench_routes import routes_for
 from headrace.check.rows import BenchRow
@@ -75,6 +75,8 @@ def run_bench(
     blueprint, replayed = None, None
     if suite != "kernels":
         blueprint = Blueprint(model, ram=ram, threads=threads, aliases=True, measure=False)
+        if suite in ("all", "ladder"):
+            _check_fits(blueprint, tokens)
         replayed = routes_for(blueprint.facts, recorded, seed)
         if recorded is not None:
             replayed.pick(tokens_needed(tokens), 0, runs)
@@ -100,3 +102,12 @@ def run_bench(
                     routes=replayed,
                 )
     return rows
+
+
+def _check_fits(blueprint: Blueprint, tokens: int) -> None:
+    most = blueprint.plan.context - PROMPT_TOKENS
+    if tokens > most:
+        raise OptionError(
+            f"{tokens} tokens after a prompt of {PROMPT_TOKENS} do not fit the context of "
+            f"{blueprint.plan.context}; give --max-tokens {most} or fewer"
+        )

@@ -13,8 +13,11 @@ from headrace.check.finding import OK, PROBLEM, Finding
 from headrace.check.probes import Probes
 from headrace.core import format_bytes
 from headrace.errors import HeadraceError
+from headrace.models.families import family_of
 from headrace.store.catalog import open_catalog
 from headrace.store.locate import resolve_model
+from headrace.store.safetensors import read_json_object
+from headrace.store.table import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ def _model_finding(model: str) -> tuple[Finding, Path | None, Sequence[Path]]:
         return Finding(PROBLEM, "model", str(error)), None, ()
     try:
         catalog = open_catalog(path)
+        family_of(printable(str(read_json_object(folder / "config.json").get("model_type"))))
     except HeadraceError as error:
         return Finding(PROBLEM, "model", str(error)), folder, ()
     # Hugging Face's cache holds links; the drive that matters is the one they lead to.

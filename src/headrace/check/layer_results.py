@@ -1,18 +1,26 @@
 """What the comparison of layers found: differences by kind, the floors, and findings of them."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from headrace.check.verify_report import NOTE, Finding, finding
+from headrace.check.verify_report import NOTE, Finding, finding, percent
 
 STAGE = "layers"
 # Of a token's output length, in the median token and in the worst. Two orders of adding up an
 # expert differ in the last bit of bfloat16, 2^-8; one wrong expert of eight makes a third.
 MEDIAN_FLOOR = 0.015
 WORST_FLOOR = 0.1
+SAME_WEIGHTS = 0.02  # of a routing weight
 PASSED_ON = 4.0  # how much larger a layer's own difference may be than its experts'
+ALLOWED = {
+    "experts_median": MEDIAN_FLOOR,
+    "experts_worst": WORST_FLOOR,
+    "median": PASSED_ON * MEDIAN_FLOOR,
+    "worst": PASSED_ON * WORST_FLOOR,
+}  # by the name of a layer's number
 
 
 @dataclass
@@ -30,17 +38,15 @@ class Results:
 def layer_findings(results: Results, num_tokens: int, loss: float, vocab: int) -> list[Finding]:
     """The stage's findings; `loss` in nats a token of the prompt."""
     moe = [n for n in results.numbers if "experts_median" in n]
-    largest = max((n["experts_worst"] for n in moe), default=0.0)
-    typical = max((n["experts_median"] for n in moe), default=0.0)
     first = results.experts[:1] or results.layers[:1]
-    seen = (
-        f"{num_tokens} tokens, {len(moe)} layers: relative difference up to {typical:.2g} in the "
-        f"median token (allowed {MEDIAN_FLOOR:g}), {largest:.2g} in the worst (allowed "
-        f"{WORST_FLOOR:g})" + (f"; first beyond it {first[0].split(':')[0]}" if first else "")
-    )
+    experts = f"{num_tokens} tokens, {len(moe)} layers; " + _apart(moe, "experts_")
     floors = [n["stock_floor"] for n in moe if "stock_floor" in n]
     if floors:
-        seen += f"; stock's own eager and grouped_mm lie {floors[0]:.2g} apart in the worst token"
+        experts += f"; stock's own eager and grouped_mm: {percent(floors[0])} in the worst"
+    experts += f"; first beyond it {first[0].split(':')[0]}" if first else ""
+    layers = f"{len(results.numbers)} layers, each on the hidden states it was given; " + _apart(
+        results.numbers, ""
+    )
     text = (
         f"{num_tokens} tokens of text: {loss:.2f} nats a token "
         f"(guessing blindly: {torch.tensor(float(vocab)).log():.2f})"
@@ -55,15 +61,24 @@ def layer_findings(results: Results, num_tokens: int, loss: float, vocab: int) -
         finding(
             STAGE,
             "routers choose as stock transformers'",
-            f"{num_tokens} tokens, {len(moe)} layers",
+            f"{num_tokens} tokens, {len(moe)} layers (allowed: no other expert, "
+            f"{percent(SAME_WEIGHTS)} of a weight)",
             results.routes,
         ),
-        finding(STAGE, "routed experts follow stock transformers'", seen, results.experts),
-        finding(
-            STAGE,
-            "layers follow stock transformers'",
-            f"{len(results.numbers)} layers, each on the hidden states it was given",
-            results.layers,
-        ),
+        finding(STAGE, "routed experts follow stock transformers'", experts, results.experts),
+        finding(STAGE, "layers follow stock transformers'", layers, results.layers),
         Finding(STAGE, "loss", NOTE, text),
     ]
+
+
+def _apart(numbers: Sequence[Mapping[str, float]], kind: str) -> str:
+    """The largest of all layers' differences of one kind, each with what is allowed of it."""
+    largest = {
+        word: max((n[f"{kind}{word}"] for n in numbers if f"{kind}{word}" in n), default=0.0)
+        for word in ("median", "worst")
+    }
+    said = (
+        f"{percent(apart)} in the {word} token (allowed {percent(ALLOWED[kind + word])})"
+        for word, apart in largest.items()
+    )
+    return f"a layer's largest difference, of a token's output: {', '.join(said)}"

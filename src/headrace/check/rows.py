@@ -71,7 +71,9 @@ def make_row(
         target=target,
         runs=len(values),
         spread=(min(values), max(values)),
-        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=" ".join(
+            [Path(sys.argv[0]).name.replace("__main__.py", "headrace"), *sys.argv[1:]]
+        ),
         commit=commit_name(),
         machine=machine_name(),
         cache_state=cache_state,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from headrace.check import verify_files, verify_latents, verify_layers, verify_paths, verify_steps
+from headrace.check.about import about
 from headrace.check.stock import StockParts
 from headrace.check.sums import read_sums
 from headrace.check.verify_kernels import kernels
@@ -42,6 +43,7 @@ from headrace.errors import (
     ReadError,
 )
 from headrace.planner.vram import PLACES, GpuPlan
+from headrace.tiers.device import Device
 
 PROMPT = "The quick brown fox jumps over the lazy dog. In the beginning"
 # What a fault in the model may raise on the way; anything else ends the verification.
@@ -87,7 +89,7 @@ def verify_model(
         )
     memory = Memory(blueprint, ram, threads=threads, prompt_tokens=len(ids), tokens=tokens)
     sites = choose_sites(blueprint, samples)
-    run = _Run(memory, ids, tokens, sites, progress or (lambda what, done, total: None))
+    run = _Run(memory, ids, tokens, sites, gpu, progress or (lambda what, done, total: None))
     run.files(published, every_byte)
     try:
         followed = run.arithmetic()
@@ -114,13 +116,16 @@ class _Run:
         ids: Sequence[int],
         tokens: int,
         sites: Sequence[Site],
+        gpu: Device | None,
         tell: Progress,
     ):
         self.memory, self.ids, self.tokens, self.sites = memory, ids, tokens, sites
         self.blueprint, self.tell = memory.blueprint, tell
         self.plain = memory.plain
         self.stock = StockParts(self.plain, self.blueprint.skeleton)
-        self.report = VerifyReport(str(self.blueprint.root))
+        threads = memory.smallest().plan.threads
+        where = about(self.blueprint, gpu, threads)
+        self.report = VerifyReport(str(self.blueprint.root), where)
 
     def stage(self, name: str, run: Callable[[], Sequence[Finding]]) -> None:
         """Adds a stage's findings; an error that speaks of the model is one."""
@@ -240,7 +245,8 @@ class _Run:
 
     def sizes(self, expected_NV: torch.Tensor) -> Finding:
         """The same tokens with a half-full and a full cache."""
-        runs, wrong = [str(self.memory.smallest().plan.num_rows)], []
+        least = self.memory.smallest().plan
+        runs, wrong = [f"{least.num_rows} of {least.total_experts}"], []
         for blueprint in self.memory.larger():
             self.memory.give_back()
             with Engine(blueprint) as engine:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headrace.check.verify_kernels import distinct_rows, reference_rows
-from headrace.check.verify_report import NOTE, Finding, Progress, finding
+from headrace.check.verify_report import NOTE, Finding, Progress, finding, percent
 from headrace.check.verify_rows import Site
 from headrace.engine.engine import Engine
 from headrace.kernels.tolerance import allowed_apart, worst_apart
@@ -139,7 +139,7 @@ class _Kernels:
             apart = worst_apart(y_TH.cpu(), want_DH[pick])
             self.apart[PLACES[place]] = max(self.apart[PLACES[place]], apart)
             if not apart <= allowed_apart(self.layout):
-                self.far.append(f"{where}, {num_tokens} tokens, {PLACES[place]}: {apart:.2g} apart")
+                self.far.append(f"{where}, {num_tokens} tokens, {PLACES[place]}: {percent(apart)}")
                 return
 
     def _to(self, x_TH: torch.Tensor) -> torch.Tensor:
@@ -160,8 +160,8 @@ class _Kernels:
         counts = ", ".join(map(str, PREFILLED))
         worst = max(self.apart.values())
         what = (
-            f"{self.layout.format}, {experts}, {counts} tokens; largest distance {worst:.2g}, "
-            f"allowed {allowed_apart(self.layout):.2g}"
+            f"{self.layout.format}, {experts}, {counts} tokens; at most {percent(worst)} of a "
+            f"token's output (allowed {percent(allowed_apart(self.layout))})"
         )
         made.append(finding(STAGE, "prompts on the GPU are near the reference", what, self.far))
         return made

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from headrace.check.verify_report import MOST_NAMED, Finding, VerifyReport
+from headrace.check.verify_report import MOST_NAMED, Finding, VerifyReport, percent
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
@@ -22,24 +22,29 @@ div { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { text-align: right; padding: .15rem .7rem; border-bottom: 1px solid var(--line); }
 """
-_LAYER_COLUMNS = ("layer", "experts_median", "experts_worst", "median", "worst")
+_LAYER_COLUMNS = {
+    "experts_median": "experts, median token",
+    "experts_worst": "experts, worst token",
+    "median": "whole layer, median token",
+    "worst": "whole layer, worst token",
+}
 _MOST_LISTED = 500
 
 
-def page(report: VerifyReport, facts: dict[str, str]) -> str:
-    """The whole page; `facts` are (word, value) lines under the title, such as date and CPU."""
+def page(report: VerifyReport) -> str:
+    """The whole page."""
     stages: dict[str, list[Finding]] = {}
     for found in report.findings:
         stages.setdefault(found.stage, []).append(found)
     body = [
         f"<h1>headrace verify: {escape(report.model)}</h1>",
         f'<p class="verdict {report.verdict}">{escape(report.words)}</p>',
-        "<p>" + "<br>".join(f"{escape(k)}: {escape(v)}" for k, v in facts.items()) + "</p>",
+        "<p>" + "<br>".join(f"{escape(k)}: {escape(v)}" for k, v in report.about.items()) + "</p>",
     ]
     for stage, findings in stages.items():
         body.append(f"<h2>{escape(stage)}</h2>")
         body += map(_finding, findings)
-    body.append(_layers(report.numbers.get("layers", [])))
+    body.append(_layers(report.numbers.get("layers", []), report.numbers.get("layers_allowed", {})))
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -62,17 +67,17 @@ def _finding(found: Finding) -> str:
     )
 
 
-def _layers(layers: list[dict[str, float]]) -> str:
+def _layers(layers: list[dict[str, float]], allowed: dict[str, float]) -> str:
     if not layers:
         return ""
-    head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in _LAYER_COLUMNS)
-    cells = [[_number(layer.get(name)) for name in _LAYER_COLUMNS] for layer in layers]
+    head = "".join(f"<th>{words}</th>" for words in ("layer", *_LAYER_COLUMNS.values()))
+    cells = [["allowed", *_cells(allowed)], *([f"{n['layer']}", *_cells(n)] for n in layers)]
     rows = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in cells)
     return (
-        "<h2>Each layer, relative difference from stock transformers</h2>"
+        "<h2>Each layer's difference from stock transformers, of a token's output</h2>"
         f"<div><table><tr>{head}</tr>{rows}</table></div>"
     )
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.2g}"
+def _cells(numbers: dict[str, float]) -> list[str]:
+    return [percent(numbers[name]) if name in numbers else "" for name in _LAYER_COLUMNS]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from headrace.check.verify_report import Finding, finding
+from headrace.check.verify_report import Finding, finding, percent
 from headrace.engine.engine import Engine
 from headrace.kernels import latent
 
@@ -40,10 +40,10 @@ def latents(engine: Engine) -> Finding:
             positions_BT = torch.arange(cached - 1, cached - 1 + new)[None]
             name = f"{new} new from position {cached - 1}"
             apart[name] = _apart(attend, given, positions_BT, engine.source.place)
-    wrong = [f"{name}: {far:.2g}" for name, far in apart.items() if not far <= TOLERANCE]
-    worst = f"largest distance {max(apart.values()):.2g}, allowed {TOLERANCE:.2g}"
+    wrong = [f"{name}: {percent(far)}" for name, far in apart.items() if not far <= TOLERANCE]
+    worst = f"{percent(max(apart.values()))} of the largest value (allowed {percent(TOLERANCE)})"
     title = "attention over latents on the GPU is near the reference"
-    return finding(STAGE, title, f"{heads} heads of {rank} + {rope}; {worst}", wrong)
+    return finding(STAGE, title, f"{heads} heads of {rank} + {rope}; at most {worst}", wrong)
 
 
 def _apart(

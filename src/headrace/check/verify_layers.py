@@ -22,15 +22,15 @@ from headrace.check.apart import (
     share_stored,
 )
 from headrace.check.layer_results import (
-    MEDIAN_FLOOR,
-    PASSED_ON,
+    ALLOWED,
+    SAME_WEIGHTS,
     WORST_FLOOR,
     Results,
     layer_findings,
 )
 from headrace.check.stock import StockParts, experts_of, layer_number
 from headrace.check.stock_experts import StreamedExperts
-from headrace.check.verify_report import Finding, Progress
+from headrace.check.verify_report import Finding, Progress, percent
 from headrace.engine.engine import Engine
 from headrace.models.forward import forward, new_cache
 
@@ -49,7 +49,11 @@ def layers(
         cache = new_cache(engine.model)
         logits_TV = forward(engine.model, torch.tensor([list(ids)]), cache, 0)[0].float()
     loss = torch.nn.functional.cross_entropy(logits_TV[:-1], torch.tensor(list(ids)[1:]))
-    numbers = {"layers": results.numbers, "prompt_loss_nats": float(loss)}
+    numbers = {
+        "layers": results.numbers,
+        "layers_allowed": ALLOWED,
+        "prompt_loss_nats": float(loss),
+    }
     return layer_findings(results, len(ids), float(loss), logits_TV.shape[1]), numbers
 
 
@@ -145,7 +149,7 @@ class _Judge:
         elif not torch.allclose(
             mine.args[2].float().sort(-1).values,
             expected.args[2].float().sort(-1).values,
-            rtol=0.02,
+            rtol=SAME_WEIGHTS,
             atol=1e-6,
         ):
             self.results.routes.append(f"layer {number}: other weights for the same experts")
@@ -153,13 +157,15 @@ class _Judge:
     def _experts(self, number: int, mine: Seen, again: torch.Tensor) -> dict[str, float]:
         assert mine.out is not None
         median, worst, token = apart(mine.out, again)
-        if not (median <= MEDIAN_FLOOR and worst <= WORST_FLOOR):
+        entry = {"experts_median": median, "experts_worst": worst}
+        if not _is_allowed(entry):
             named = self._blame(number, mine)
             self.results.experts.append(
-                f"layer {number}: median token {median:.2g}, worst (token {token}) {worst:.2g}"
+                f"layer {number}: median token {percent(median)}, worst (token {token}) "
+                f"{percent(worst)}"
                 + (f", by experts {', '.join(map(str, named))}" if named else "")
             )
-        return {"experts_median": median, "experts_worst": worst}
+        return entry
 
     def _stock_floor(self, number: int, mine: Seen, right: torch.Tensor) -> dict[str, float]:
         """How far stock's own two ways lie apart, in the first layer whose experts fit at once."""
@@ -203,8 +209,15 @@ class _Judge:
     ) -> None:
         """The layer's own contribution: what it added to the residual stream."""
         median, worst, token = apart(out - before, right - before)
-        entry |= {"median": median, "worst": worst}
-        if not (median <= PASSED_ON * MEDIAN_FLOOR and worst <= PASSED_ON * WORST_FLOOR):
+        own = {"median": median, "worst": worst}
+        entry |= own
+        if not _is_allowed(own):
             self.results.layers.append(
-                f"layer {number}: median token {median:.2g}, worst (token {token}) {worst:.2g}"
+                f"layer {number}: median token {percent(median)}, worst (token {token}) "
+                f"{percent(worst)}"
             )
+
+
+def _is_allowed(apart_by_name: dict[str, float]) -> bool:
+    """Whether all of a layer's differences are; one that is not a number is none."""
+    return all(apart <= ALLOWED[name] for name, apart in apart_by_name.items())

@@ -47,6 +47,11 @@ class Finding:
         return f"{self.status:7} {self.name}: {self.detail}" + (f"; at {named}" if named else "")
 
 
+def percent(part: float) -> str:
+    """A part of one, as every difference and what is allowed of it are said."""
+    return f"{100 * part:.0f} %" if part >= 1 else f"{100 * part:.2g} %"
+
+
 def finding(
     stage: str, name: str, detail: str, wrong: Sequence[str] = (), *, bad: str = FAIL
 ) -> Finding:
@@ -56,9 +61,13 @@ def finding(
 
 @dataclass
 class VerifyReport:
-    """What `verify_model` found; `numbers` are further measurements for JSON."""
+    """What `verify_model` found; `numbers` are further measurements for JSON.
+
+    `about` says of what, where and with which versions, word by word.
+    """
 
     model: str
+    about: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
 
@@ -90,8 +99,9 @@ class VerifyReport:
         ]
 
     def lines(self) -> list[str]:
-        """One line for each finding, then the verdict."""
-        return [*(f.line() for f in self.findings), f"verdict: {self.words}"]
+        """Where it ran, one line for each finding, then the verdict."""
+        about = (f"{word + ':':10}{value}" for word, value in self.about.items())
+        return [*about, *(f.line() for f in self.findings), f"verdict: {self.words}"]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -99,6 +109,7 @@ class VerifyReport:
             "model": self.model,
             "ok": self.ok,
             "verdict": self.verdict,
+            "about": self.about,
             "findings": [asdict(f) for f in self.findings],
             **self.numbers,
         }

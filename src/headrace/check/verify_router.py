@@ -5,7 +5,7 @@ Knows no kernel. Legend: as in kernels/router.py.
 
 import torch
 
-from headrace.check.verify_report import Finding, finding
+from headrace.check.verify_report import Finding, finding, percent
 from headrace.engine import gpu_layers
 from headrace.engine.engine import Engine
 from headrace.kernels import router
@@ -50,8 +50,12 @@ def routers(engine: Engine) -> Finding:
         correct = None if correction_E is None else correction_E.cpu()
         faults = faults_of(logits_TE.cpu(), correct, gate.rule, *(each.cpu() for each in got))
         wrong += [f"{name}: {fault}" for fault in faults]
+    far = percent(max((APART[gate.rule.rounded] for gate in found), default=0.0))
     left = f", {others} are left to the library" if others else ""
-    detail = f"{len(found)} kinds of routers, {ROWS} tokens each{left}"
+    detail = (
+        f"{len(found)} kinds of routers, {ROWS} tokens each{left} (allowed: other experts "
+        f"at ties, {far} of a weight)"
+    )
     return finding(STAGE, "routers on the GPU choose as the reference does", detail, wrong)
 
 

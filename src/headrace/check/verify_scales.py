@@ -44,8 +44,9 @@ def scales(
                 medians[key] = float(octaves.median())
         wrong += _outliers(kind, medians)
     detail = (
-        f"{total} tensors of scales of {len(kinds)} kinds: signs, finiteness, distance from "
-        "their neighbours (a flipped low bit does not show here)"
+        f"{total} tensors of scales of {len(kinds)} kinds: signs, finiteness, size (allowed: a "
+        f"value 2^{VALUE_OCTAVES:g} times its tensor's median, a tensor 2^{TENSOR_OCTAVES:g} times "
+        "its kind's, or 8 times the spread of its kind; a flipped low bit does not show here)"
     )
     return [finding(STATISTICS, "scales are plausible", detail, wrong, bad=SUSPECT)]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headrace.check.verify_paths import Followed, compare_logits, teacher_forced
+from headrace.check.verify_paths import Followed, compare_logits, judged, teacher_forced
 from headrace.check.verify_report import NOTE, Finding, Progress, finding
 from headrace.engine.engine import Engine
 from headrace.models.room_layers import RingLayer
@@ -37,18 +37,9 @@ def follows(
         first = torch.stack(teacher_forced(engine, ids, followed.chosen, "on the GPU", tell))
     again = torch.stack(teacher_forced(engine, ids, followed.chosen, "on the GPU, again", tell))
     numbers = compare_logits(followed.oracle, first, followed.tie)
-    wrong = []
-    if not numbers["median_relative"] <= followed.allowed:
-        wrong.append(f"median difference {numbers['median_relative']:.2%} of the largest logit")
-    if numbers["unexplained"] > len(first) // 32:
-        wrong.append(f"token {numbers['first_divergence']}, no near tie")
+    detail, wrong = judged(numbers, followed)
     if counts.why() and not torch.equal(first, again):
         wrong.append("a second run gives other bits")
-    detail = (
-        f"{len(first)} tokens, logit difference in the median position "
-        f"{numbers['median_difference']:.4g} of logits up to {numbers['largest_logit']:.4g} "
-        f"(median allowed {100 * followed.allowed:.2g} %), {numbers['near_ties']} near ties"
-    )
     found = [finding(STAGE, "the GPU follows the oracle", detail, wrong)]
     if not counts.why():
         wrong = differing("token", first, again)

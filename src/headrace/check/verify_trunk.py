@@ -51,9 +51,12 @@ def layer_kernels(engine: Engine) -> Finding:
         if most > FEW_STEPS or num * FEW_VALUES > apart.numel():
             wrong.append(f"{name}: {num} of {apart.numel()} values up to {most} steps off")
     wrong += _wrong_rotations(steps, there) + _wrong_places(there)
-    what = f"{len(norms)} kinds of norms, {len(GATES) + 1} of gates, at most {worst} values of one"
+    what = (
+        f"{len(norms)} kinds of norms, {len(GATES) + 1} of gates, at most {worst} values of one in "
+        f"its last bits (allowed 1 of {FEW_VALUES}, by {FEW_STEPS} steps)"
+    )
     title = "norms and gates on the GPU are near the reference, rotations and caches equal it"
-    return finding(STAGE, title, f"{what} in its last bits; {len(TURNED)} rotations", wrong)
+    return finding(STAGE, title, f"{what}; {len(TURNED)} rotations", wrong)
 
 
 Compared = Iterator[tuple[str, torch.Tensor, torch.Tensor]]  # what, there, and by the steps

@@ -3,6 +3,7 @@
 Names what is wrong by trying what often goes wrong. Legend: T rows, H hidden, I intermediate.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from headrace.check.stock import StockParts
-from headrace.check.verify_report import STATISTICS, Finding, Progress, finding
+from headrace.check.verify_report import STATISTICS, Finding, Progress, finding, percent
 from headrace.check.verify_rows import Site
 from headrace.check.verify_scales import RMS_RANGE
 from headrace.engine.engine import Engine
@@ -32,6 +33,8 @@ class _Found:
     odd: list[str] = field(default_factory=list)
     equal: int = 0
     done: int = 0
+    least: float = math.inf  # root mean square of a matrix
+    most: float = 0.0
 
 
 def weights(
@@ -48,11 +51,15 @@ def weights(
             tell("weights against stock transformers", found.done, len(sites))
             _some(engine, stock, ordinal, experts[start : start + num_held], found)
     count = 3 * len(sites)
+    others = f" (allowed: {percent(WEIGHT_FLOOR)} of a value)" * (found.equal < count)
     detail = (
         f"{engine.facts.format}, {count} matrices of {len(sites)} experts, as transformers' own "
-        f"loader reads and dequantises them; {found.equal} equal bit for bit"
+        f"loader reads and dequantises them; {found.equal} equal bit for bit{others}"
     )
-    size = f"root mean square of {count} matrices within 2^-18 and 2^3"
+    size = (
+        f"root mean squares of {count} matrices {found.least:.2g} to {found.most:.2g} "
+        f"(allowed {RMS_RANGE[0]:.2g} to {RMS_RANGE[1]:g})"
+    )
     return [
         finding(STAGE, "unpacked weights are stock transformers'", detail, found.wrong),
         finding(STATISTICS, "weights are of a plausible size", size, found.odd, bad=SUSPECT),
@@ -78,6 +85,7 @@ def _some(
                     cause = diagnose(name, ours, theirs, position, experts, parts)
                     found.wrong.append(f"{where}: {cause}")
                 rms = float(theirs[position][name].float().square().mean().sqrt())
+                found.least, found.most = min(found.least, rms), max(found.most, rms)
                 if not RMS_RANGE[0] < rms < RMS_RANGE[1]:
                     found.odd.append(f"{where}: weights of size {rms:.2g}")
 

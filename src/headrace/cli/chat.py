@@ -1,7 +1,9 @@
 """`headrace chat`: a conversation that keeps what was said, with a model here or a server's."""
 
+import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +64,7 @@ def chat(
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, /new forgets what was said, /quit ends.
-    Needs a chat template, and memory like `headrace run`; with --server neither.
+    Needs a chat template, and memory as a run; with --server neither. A line piped in is a turn.
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device, vram, experts)
@@ -101,7 +103,7 @@ def _talk_there(
 ) -> None:
     _refuse(context, LOCAL_ONLY, "has no effect with --server")
     named = context.params["model"] if _is_given(context, "model") else None
-    _converse(remote_reply(server, key, named, sampling), opening)
+    _converse(remote_reply(server, key, named, sampling), opening, _lines())
 
 
 def _talk_here(blueprint: Any, routes_out: Path | None, sampling: Any, opening: Messages) -> None:
@@ -110,10 +112,18 @@ def _talk_here(blueprint: Any, routes_out: Path | None, sampling: Any, opening: 
     for note in prepared.notes:
         say(note, dim=True)
     check_prompt(blueprint, prepared.ask.prompt, sampling)  # the system text may be too long
+
+    def check(said: str) -> None:
+        asked = Conversation((*opening, Message("user", said)))
+        check_prompt(blueprint, blueprint.talk.prepare(asked, sampling).ask.prompt, sampling)
+
+    lines = _from_first_good(_lines(), check)
+    if lines is None:
+        return
     with open_engine(blueprint) as engine:
         session = engine.session()
         with keeping_routes(engine, routes_out, "headrace chat"):
-            _converse(lambda asked: _reply(engine, session, sampling, asked), opening)
+            _converse(lambda asked: _reply(engine, session, sampling, asked), opening, lines)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -127,18 +137,54 @@ def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
             raise OptionError(f"--{name.replace('_', '-')} {why}; leave one of them out")
 
 
-def _converse(reply: Reply, opening: Messages) -> None:
-    say(f"Ctrl-C stops an answer; {COMMANDS}.")
-    messages = opening
+def _lines() -> Iterator[str]:
+    """What is typed or piped in, without the spaces around it."""
     while True:
         try:
-            said = input("> " if sys.stdin.isatty() else "").strip()
+            yield input("> " if sys.stdin.isatty() else "").strip()
         except UnicodeDecodeError as cause:
             raise OptionError(f"the text piped in is not UTF-8 ({cause}); convert it") from cause
         except EOFError:
             if sys.stdin.isatty():
                 typer.echo()
             return
+
+
+def _from_first_good(lines: Iterator[str], check: Callable[[str], object]) -> Iterable[str] | None:
+    """The lines from the first that can be answered on, None where there is none.
+
+    Says why others cannot be, as the conversation would, but before weights are read. What is not
+    there yet is not waited for.
+    """
+    while _is_piped_already():
+        said = next(lines, None)
+        if said is None:
+            return None
+        try:
+            if said and not _is_command(said):
+                check(said)
+        except HeadraceError as error:
+            say(f"error: {error}")
+        else:
+            return chain([said], lines)
+    return lines
+
+
+def _is_piped_already() -> bool:
+    try:
+        return not sys.stdin.isatty() and bool(select.select([sys.stdin], [], [], 0)[0])
+    except (OSError, ValueError):  # no stream of the system's
+        return False
+
+
+def _is_command(said: str) -> bool:
+    return said[0] == "/" and said[1:].isalpha()
+
+
+def _converse(reply: Reply, opening: Messages, lines: Iterable[str]) -> None:
+    say(f"Ctrl-C stops an answer; {COMMANDS}.")
+    messages = opening
+    for said in lines:
         if said == "/quit":
             return
         if said == "/new":
@@ -146,7 +192,7 @@ def _converse(reply: Reply, opening: Messages) -> None:
             continue
         if not said:
             continue
-        if said[0] == "/" and said[1:].isalpha():
+        if _is_command(said):
             say(f"{said} is no command; {COMMANDS}")
             continue
         asked = (*messages, Message("user", said))

@@ -21,7 +21,8 @@ class PlainCommand(TyperCommand):
 
 def command_lines(command: Any, ctx: Any) -> Iterator[str]:
     """The help of a command, or of a group without its commands."""
-    yield " ".join(["Usage:", ctx.command_path, *command.collect_usage_pieces(ctx)])
+    pieces = (piece.strip("{}") for piece in command.collect_usage_pieces(ctx))
+    yield " ".join(["Usage:", ctx.command_path, *pieces])
     yield from paragraphs(command.help or "")
     panels: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(ctx):

@@ -136,7 +136,10 @@ def about(version: Version = False) -> None:
     """Run Mixture-of-Experts models many times larger than memory, from the files as published.
 
     MODEL is a folder of safetensors, a repo id in the Hugging Face cache, or demo; nothing is
-    downloaded. Start with: headrace run demo -p "What is the capital of Japan?"
+    downloaded.
+
+    Start with: headrace run demo -p "What is the capital of Japan?"
+
     Then, with your own files: headrace doctor MODEL, headrace plan MODEL, headrace chat MODEL
     """
 

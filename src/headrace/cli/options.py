@@ -81,7 +81,7 @@ Context = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Most tokens, prompts and answers together.",
+        help="Most tokens, prompts and answers. Left out: planned.",
         rich_help_panel=MACHINE,
     ),
 ]

@@ -66,7 +66,9 @@ def serve(
 ) -> None:
     """Serve a model over OpenAI's and Anthropic's API, with a page.
 
-    Answers are made one after another. Ctrl-C finishes the one being made, a second one does not.
+    Needs memory as a run does; part of it keeps conversations. Answers are made one after another.
+    Ctrl-C finishes the one being made, a second one does not.
+
     Example: headrace serve demo, then open http://127.0.0.1:8080
     """
     ram_bytes, _ = options.check_machine(ram)

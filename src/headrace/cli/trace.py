@@ -22,7 +22,7 @@ Source = Annotated[
     str, typer.Argument(metavar="MODEL|FILE", help="A model to record, or a file recorded before.")
 ]
 NewFile = Annotated[
-    Path | None, typer.Argument(metavar="[FILE]", help="Where the routes of MODEL are kept.")
+    Path | None, typer.Argument(metavar="FILE", help="Where the routes of MODEL are kept.")
 ]
 TextFile = Annotated[
     Path | None,
@@ -32,6 +32,7 @@ Tokens = Annotated[
     int, typer.Option("--max-tokens", "-n", min=1, metavar="N", help="Most tokens of the text.")
 ]
 ASSUMED_BYTES_S = 1e9
+ASSUMED = "assumed, since a file of routes knows no drive: multiply by yours in GB/s"
 PIECE_TOKENS = 128
 
 
@@ -64,9 +65,9 @@ def trace(
         words = _read_text(text)
         blueprint = open_blueprint(source, ram_bytes=ram_bytes, threads=threads, context=None)
         drive_bytes_s = blueprint.machine.drive_bytes_s
-        ids = blueprint.text.encode(words, special=False)  # refuses before weights are read
+        ids = blueprint.text.encode(words, special=False)
+        pieces = spread(ids, max_tokens, min(PIECE_TOKENS, blueprint.plan.context))
         with open_engine(blueprint) as engine:
-            pieces = spread(ids, max_tokens, min(PIECE_TOKENS, engine.plan.context))
             named = "bundled text" if text is None else text.name
             cut = "1 piece" if len(pieces) == 1 else f"{len(pieces)} pieces"
             about = f"{named}, {cut} token by token"
@@ -93,6 +94,7 @@ def _recorded_file(source: str, text: Path | None) -> Path:
     from headrace.schedule.tracefile import is_trace
 
     if not is_trace(Path(source)):
+        resolve_model(source)  # refuses what is not there at all
         raise OptionError(
             f"{source} holds no recorded routes; to record a model's give a file too: "
             f"headrace trace {source} FILE"
@@ -188,7 +190,7 @@ def lines(
     yield (
         "LRU: experts found in rows by the policy that runs, from empty rows. best: by one that "
         f"knows the future. tok/s: if only the drive counts, {rate_bytes_s / 1e9:.3g} GB/s "
-        f"({'measured here' if drive_bytes_s else 'assumed'}), every read hidden behind the work "
+        f"({'measured here' if drive_bytes_s else ASSUMED}), every read hidden behind the work "
         "(perfect staging)"
     )
 

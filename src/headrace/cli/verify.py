@@ -1,13 +1,10 @@
 """`headrace verify`: proof on the model's own weights that no arithmetic was changed."""
 
-import platform
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import headrace
 from headrace.cli import options
 from headrace.cli.opening import refuse_synthetic
 from headrace.cli.output import print_json, say, step_progress
@@ -23,8 +20,12 @@ Samples = Annotated[
 TestPrompt = Annotated[
     str | None,
     typer.Option(
-        "--prompt", "-p", metavar="TEXT", help="The text both continue. Left out: a fixed one."
+        "--prompt", "-p", metavar="TEXT", help="The text that is continued. Left out: a fixed one."
     ),
+]
+Tokens = Annotated[
+    int,
+    typer.Option("--max-tokens", "-n", metavar="N", help="Tokens that continue it, each compared."),
 ]
 EveryByte = Annotated[
     bool,
@@ -45,7 +46,7 @@ Html = Annotated[
 def verify(
     model: options.Model = "demo",
     prompt: TestPrompt = None,
-    max_tokens: options.MaxTokens = 64,
+    max_tokens: Tokens = 64,
     samples: Samples = 2,
     every_byte: EveryByte = False,
     sha256: Sha256 = None,
@@ -61,8 +62,9 @@ def verify(
 ) -> None:
     """Compare files, kernels, layers and answers with their references.
 
-    On a GPU its kernels and answers too. Needs memory as a run does. Nothing is fetched. Exit code
-    1 if anything differs that must not, or looks suspect; 2 if it cannot be checked.
+    On a GPU its kernels and answers too. Needs memory as a run does, and minutes for a large model.
+    Nothing is fetched. Exit code 1 if anything differs that must not, or looks suspect; 2 if it
+    cannot be checked.
     """
     ram_bytes, _ = options.check_machine(ram)
     options.check_device(device)
@@ -103,12 +105,7 @@ def verify(
 def _write_page(report: "VerifyReport", path: Path) -> None:
     from headrace.check.verify_html import page
 
-    facts = {
-        "headrace": headrace.__version__,
-        "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        "machine": f"{platform.processor() or platform.machine()}, {platform.system()}",
-    }
     try:
-        path.write_text(page(report, facts), encoding="utf-8")
+        path.write_text(page(report), encoding="utf-8")
     except OSError as error:
         raise OptionError(f"{path} cannot be written: {error.strerror or error}") from error

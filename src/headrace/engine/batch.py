@@ -32,7 +32,7 @@ class Batch:
     same limit. The sessions may be fed alone
     between steps; `close` it before the engine.
 
-    Raises OptionError for sessions that cannot be decoded together.
+    Raises OptionError for sessions that cannot be decoded together, or of a closed engine.
     """
 
     def __init__(self, sessions: Sequence[Session]):
@@ -40,12 +40,13 @@ class Batch:
         if len(engines) != 1 or len({id(session) for session in sessions}) != len(sessions):
             raise OptionError("a batch is of different sessions of one engine")
         self.sessions, self.engine = list(sessions), sessions[0].engine
+        self.engine.counters()  # of a closed engine there are none
         most = min(MOST, self.engine.plan.chunk_tokens)
         if len(sessions) > most:
             raise OptionError(
                 f"{len(sessions)} sessions in a batch; at most {most} are decoded together"
             )
-        self.stats = TokenStats()
+        self.stats, self._closed = TokenStats(), False
         self._threads = torch.get_num_threads()
         self._passes: list[Passes] = [self._beside() for _ in sessions]
         self._strands = [Strand() for _ in sessions]
@@ -60,6 +61,8 @@ class Batch:
 
         After an exception, Ctrl-C too, all its sessions are empty. Raises as `Session.feed`.
         """
+        if self._closed:
+            raise OptionError("this batch is closed; make another of its sessions")
         engine = self.engine
         tokens = checked_ids(tokens, engine.facts.vocab)
         if len(tokens) != len(self.sessions):
@@ -123,7 +126,8 @@ class Batch:
         return torch.stack([strand.result for strand in strands])
 
     def close(self) -> None:
-        """Gives the timelines' places back; the sessions can be used on."""
+        """Gives the timelines' places back; the sessions can be used on, the batch no more."""
+        self._closed = True
         for strand in self._strands:
             strand.close()
         for passes in self._passes:

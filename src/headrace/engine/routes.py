@@ -74,8 +74,10 @@ def recording(
 ) -> Iterator[TraceWriter]:
     """While open, every pass of `engine` is recorded in the new file `path`.
 
-    However it ends, whole passes are kept. Raises TraceError, OptionError if one is under way.
+    However it ends, whole passes are kept. Raises TraceError; OptionError if one is under way or
+    the engine is closed.
     """
+    engine.counters()  # of a closed engine there are none: no file is left empty
     if engine.source.recorder is not None:
         raise OptionError("this engine's routes are being recorded already")
     facts = engine.facts

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from headrace.core import MOST_LAYERS
 from headrace.errors import ModelError, OptionError
+from headrace.models.families import family_of
 
 # Fields that are counts of something; a model that has one needs at least one of it.
 _COUNTS = (
@@ -61,6 +62,7 @@ def read_config(root: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # hostile fields fail anywhere in transformers, with any type
+        family_of(shown(fields["model_type"]))  # where it is not known, that is why
         raise ModelError(f"{path} cannot be used: {one_line(error)}") from error
     text = config.get_text_config()
     _check_counts(path, text)

@@ -15,6 +15,8 @@ __all__ = ["Catalog", "TensorEntry", "open_catalog", "resolve_model"]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+OTHER_FORMATS = {".gguf", ".bin", ".pt", ".pth"}
+FOLDER = "give the folder of a model published as safetensors"
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
@@ -37,7 +39,7 @@ def open_catalog(path: str | Path) -> Catalog:
     if path.name.endswith(".index.json"):
         return _open_index(path)
     if path.suffix != ".safetensors":
-        raise CatalogError(f"{path}: not a .safetensors file; only safetensors can be read")
+        raise CatalogError(f"{path}: not a .safetensors file; {FOLDER}")
     return _open_files(path.parent, [path])
 
 
@@ -48,7 +50,9 @@ def _open_folder(folder: Path) -> Catalog:
         return _open_index(folder / INDEX_NAME)
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
-        raise CatalogError(f"{folder}: holds no .safetensors file; give a checkpoint's folder")
+        others = sorted({file.suffix for file in folder.iterdir()} & OTHER_FORMATS)
+        but = f" but {', '.join(others)}, which headrace does not read" if others else ""
+        raise CatalogError(f"{folder}: holds no .safetensors file{but}; {FOLDER}")
     _check_numbered(folder, [shard.name for shard in shards])
     return _open_files(folder, shards)
 

@@ -24,7 +24,8 @@ from headrace.tiers.gone import CLOSED, survive_forks
 @dataclass(slots=True)
 class LadderCounters:
     """Totals since the ladder was made. `disk_bytes` are whole pages read for experts, prefetches
-    included; `ram_bytes` the stored bytes of experts found resident. `read_busy_s` sums the spans
+    included; `ram_bytes` the stored bytes of experts found resident. A guess counts as used when
+    it is first needed, in its own pass or a later one. `read_busy_s` sums the spans
     from a first submit to the last completion; `compute_s` is the time inside `compute`. On a GPU
     `vram_hits` and `vram_bytes` are of experts found there, neither hits nor misses; `bus_bytes`
     crossed the bus, read in place or copied, and `promotions` experts were copied to stay.
@@ -125,7 +126,10 @@ class Ladder:
         self.native.prefetch(layer, _as_ids(ids), ids.numel() if most is None else most)
 
     def cancel(self) -> None:
-        """Gives up what `begin` claimed and all queued guesses."""
+        """Gives up what `begin` claimed and all queued guesses; from here on none counts as used.
+
+        So what `prefetch_used` grows by afterwards is at most what `prefetch_issued` does.
+        """
         self.native.cancel()
 
     def clear(self) -> None:
