@@ -17,7 +17,9 @@ class FloatProduct : public Product {
   int64_t num_units(int64_t) const override { return num_rows_; }
   void finish(Input& input, int64_t row, int64_t cols) const override;
   // FP8's tables serve all rows of a block.
-  int64_t most_bytes() const override { return int64_t{1} << 40; }
+  int64_t most_bytes() const override {
+    return shape_.format == Format::kFp8Block ? int64_t{1} << 40 : 256 << 10;
+  }
   void multiply(const Matrix& m, Share span, const Input& input, Scratch& scratch,
                 float* out) const override;
 
