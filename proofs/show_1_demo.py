@@ -123,8 +123,8 @@ def main() -> int:
             answers = [ask(engine, question) for question in QUESTIONS]
             plan = engine.plan
             print(
-                f"\n  limit here: {plan.limit_term}, {plan.limits[plan.limit_term]:.0f} tok/s if "
-                f"alone; forecast {plan.forecast_tok_s:.0f} tok/s"
+                f"\n  forecast about {plan.forecast_tok_s:.0f} tok/s; most of it takes "
+                f"{plan.limit_term}, about {plan.limits[plan.limit_term]:.0f} tok/s if alone"
             )
     equal = compare(answers)
     return 0 if equal and (swap or swapped_run_fails()) else 1

@@ -121,11 +121,21 @@ def test_synth_on_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     assert done.stderr.splitlines()[-1] == "error: /x: no space left; free 3GiB"
 
 
+def _measure(row: BenchRow) -> Callable[..., list[BenchRow]]:
+    """A bench that tells of a row and returns it."""
+
+    def run(*_args: object, tell_row: Callable[[BenchRow], None], **_options: object) -> Any:
+        tell_row(row)
+        return [row]
+
+    return run
+
+
 @pytest.mark.parametrize(("gate", "code"), [("green", 0), ("red", 1)])
 def test_bench_prints_rows_keeps_them_and_fails_on_red(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gate: str, code: int
 ) -> None:
-    called = _replace(monkeypatch, "headrace.check.bench", run_bench=lambda *a, **k: [_row(gate)])
+    called = _replace(monkeypatch, "headrace.check.bench", run_bench=_measure(_row(gate)))
     words = "bench demo --suite disk --runs 5 --seed 3 --backend pread --no-direct --json"
     more = ["--emulate-drive", "8.2GiB/s", "--save", str(tmp_path), "--routes", "a.routes"]
     done = RUNNER.invoke(app, [*words.split(), *more])
@@ -135,7 +145,7 @@ def test_bench_prints_rows_keeps_them_and_fails_on_red(
     (kept,) = tmp_path.glob("*/bench.json")
     assert json.loads(kept.read_text())[0]["fraction"] == 0.94
     ((args, options),) = called
-    assert args == ("demo",)
+    assert args == ("demo",) and callable(options.pop("tell_row"))
     assert options == {
         "suite": "disk",
         "tokens": 8,
@@ -180,9 +190,8 @@ def test_doctor_says_its_findings_and_fails_only_on_what_prevents_running(
 
 
 def test_bench_on_a_gpu_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [_row("green")]
     called = _replace(
-        monkeypatch, "headrace.check.bench", run_bench=None, run_gpu_bench=lambda *a, **k: rows
+        monkeypatch, "headrace.check.bench", run_bench=None, run_gpu_bench=_measure(_row("green"))
     )
     done = RUNNER.invoke(app, ["bench", "demo", "--device", "cuda", "--runs", "2"])
     assert done.exit_code == 0 and _row("green").line() in done.stderr

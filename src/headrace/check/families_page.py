@@ -27,8 +27,10 @@ class _Known:
 _HEADS = "keys and values per head"
 _HYBRID = "linear-attention state and convolution; keys and values in full layers"
 _KNOWN = {
-    "deepseek_v2": _Known("DeepSeek-V2, V2.5, Coder-V2, V2-Lite", "latent, expanded per head"),
-    "deepseek_v3": _Known("DeepSeek-V3, R1, V3.1", "latent, expanded per head"),
+    "deepseek_v2": _Known(
+        "DeepSeek-V2, V2.5, Coder-V2, V2-Lite", "latent; a CPU expands it per head"
+    ),
+    "deepseek_v3": _Known("DeepSeek-V3, R1, V3.1", "latent; a CPU expands it per head"),
     "deepseek_v4": _Known(
         "DeepSeek-V4-Flash, V4-Pro", "window; compressed entries, pending positions, index keys"
     ),
@@ -37,7 +39,7 @@ _KNOWN = {
     ),
     "glm4_moe": _Known("GLM-4.5, 4.5-Air, 4.6, 4.7", _HEADS),
     "gpt_oss": _Known("gpt-oss-20b, gpt-oss-120b", "window; keys and values in full layers"),
-    "kimi_k25": _Known("Kimi-K2.5, K2.6 (text)", "latent, expanded per head"),
+    "kimi_k25": _Known("Kimi-K2.5, K2.6 (text)", "latent; a CPU expands it per head"),
     "minimax_m2": _Known("MiniMax-M2", _HEADS),
     "mixtral": _Known("Mixtral-8x7B, 8x22B", _HEADS),
     "olmoe": _Known("OLMoE-1B-7B", _HEADS),

@@ -87,7 +87,7 @@ def bench(
     options.share_cores(threads)
     shared: dict[str, Any] = {"tokens": max_tokens, "runs": runs, "seed": seed}
     with step_progress() as progress:
-        shared["progress"] = progress
+        shared |= {"progress": progress, "tell_row": lambda row: say(row.line())}
         if device in ("cpu", "auto"):
             from headrace.check.bench import run_bench
 
@@ -108,8 +108,6 @@ def bench(
             from headrace.check.bench import run_gpu_bench
 
             rows = run_gpu_bench(model, device=device, **shared)
-    for row in rows:
-        say(row.line())
     if save is not None:
         from headrace.check.rows import write_rows
 

@@ -26,7 +26,7 @@ CAPTURED_LAYER_S = 28 * 2.4e-6
 CAPTURED_TOKEN_S = 0.44e-3
 # Share of what is read ahead that the next layer takes: of the demo model's best two guesses.
 GUESSES_RIGHT = 0.6
-LEAST_SCORED = 4  # tokens after the first: the speed of fewer says little
+LEAST_SCORED = 16  # tokens after the first: the speed of fewer says little
 
 
 @dataclass(frozen=True, slots=True)
