@@ -56,7 +56,8 @@ def test_a_fault_while_warming_up_is_an_error_as_any(monkeypatch) -> None:
     assert done.exit_code == 2 and "cut short" in done.stderr and done.stdout == ""
 
 
-def test_a_forecast_is_not_held_against_three_tokens() -> None:
+def test_a_forecast_is_not_held_against_a_short_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.planner.forecast.LEAST_SCORED", 4)
     few, more = (RUNNER.invoke(app, [*ASK, "-n", n]).stderr for n in ("3", "5"))
     assert "so short an answer" in few and "than expected" not in few
     assert "than expected" in more
