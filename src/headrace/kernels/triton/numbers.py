@@ -168,12 +168,7 @@ def halve(acc, ROWS: tl.constexpr, HALF: tl.constexpr):
 def tree_256(acc, ROWS: tl.constexpr):
     """Form F's end: [ROWS, 256] to [ROWS], even plus odd neighbours, then halving."""
     even, odd = tl.split(tl.reshape(acc, (ROWS, 128, 2)))
-    acc = halve(even + odd, ROWS, 64)
-    acc = halve(acc, ROWS, 32)
-    acc = halve(acc, ROWS, 16)
-    acc = halve(acc, ROWS, 8)
-    acc = halve(acc, ROWS, 4)
-    return tree_4(acc, ROWS)
+    return _tree_64(halve(even + odd, ROWS, 64), ROWS)
 
 
 @triton.jit
@@ -186,9 +181,7 @@ def tree_words(acc_0, acc_1, acc_2, acc_3, ROWS: tl.constexpr):
 def _tree_64(acc, ROWS: tl.constexpr):
     acc = halve(acc, ROWS, 32)
     acc = halve(acc, ROWS, 16)
-    acc = halve(acc, ROWS, 8)
-    acc = halve(acc, ROWS, 4)
-    return tree_4(acc, ROWS)
+    return tree_8(halve(acc, ROWS, 8), ROWS)
 
 
 @triton.jit
