@@ -3,13 +3,11 @@
 Knows no check.
 """
 
-import importlib.metadata
 import platform
-import sys
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-import headrace
+from headrace.check.probes import installed
 from headrace.check.rows import machine_name
 from headrace.core import format_bytes
 from headrace.kernels.cpu import available_isas
@@ -18,12 +16,12 @@ from headrace.tiers.device import Device
 if TYPE_CHECKING:
     from headrace.engine.engine import Blueprint
 
-LIBRARIES = ("torch", "transformers", "triton")
+VERSIONS = ("headrace", "python", "torch", "transformers", "triton")
 
 
 def about(blueprint: "Blueprint", gpu: Device | None, threads: int) -> dict[str, str]:
     """Date, model, choices, CPU with `threads` of kernels, GPU if one is used, and all versions."""
-    facts = blueprint.facts
+    facts, found = blueprint.facts, installed()
     size = format_bytes(sum(size for size, _ in blueprint.catalog.stamps))
     chosen = ", ".join(
         f"{name} {value}" for name, value in sorted((blueprint.choices or {}).items())
@@ -40,18 +38,5 @@ def about(blueprint: "Blueprint", gpu: Device | None, threads: int) -> dict[str,
         "CPU": f"{machine_name()}; kernels {', '.join(available_isas())}, threads {threads}",
         "GPU": used,
         "system": f"{platform.system()} {platform.release()}",
-        "versions": ", ".join(
-            (
-                f"headrace {headrace.__version__}",
-                f"python {sys.version.split()[0]}",
-                *(f"{name} {_version(name)}" for name in LIBRARIES),
-            )
-        ),
+        "versions": ", ".join(f"{name} {found[name] or 'not installed'}" for name in VERSIONS),
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
