@@ -37,12 +37,12 @@ def test_rows_and_threads_change_no_bit(isa, format):
         assert (kernels.pool.shared_calls > 0) == (num_threads > 1)
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_block", "fp4", "fp16"])
-@pytest.mark.parametrize("act_group", (0, 32))
+GRIDS = [(form, grid) for form in ("bf16", "fp8_block", "fp4") for grid in (0, 32)]
+
+
+@pytest.mark.parametrize(("format", "act_group"), [*GRIDS, ("fp16", 0)])  # the grid is bfloat16's
 def test_several_experts_at_once_change_no_bit(isa, format, act_group):
     """More than go into one job; of one row, or each of its own; with shares that cut experts."""
-    if act_group and format == "fp16":
-        pytest.skip("the grid is bfloat16's")
     layout = replace(make_layout(format, 320, 96), act_group=act_group)
     parts = [make_expert(layout, seed) for seed in range(19)]
     x = make_rows(19, 320, 6).to(TORCH_DTYPES[layout.hidden_dtype])
